@@ -1,0 +1,19 @@
+"""Shared by every room's tests."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Two cores: torch's own threads would fight pytest's neighbours, and one thread makes sums reproducible.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+CORPORA = Path(__file__).resolve().parents[2] / "shared" / "corpora"
+
+
+@pytest.fixture(scope="session")
+def corpora() -> Path:
+    """Folder of real text (xz files) beside the checkout; tests that need it skip where it is absent."""
+    if not CORPORA.is_dir():
+        pytest.skip("no corpora beside this checkout")
+    return CORPORA
