@@ -7,7 +7,7 @@ directory after it makes the order hold across a power failure.
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 
 @contextmanager
-def directory_written_aside(target: Path) -> Iterator[Path]:
+def directory_written_aside(target: Path) -> Generator[Path]:
     """Yield an empty directory beside `target`; when the block ends well, it takes `target`'s place.
 
     An existing `target` stays until then, and stays for good when the block raises. The exchange is two renames

@@ -10,9 +10,7 @@ from groundup.errors import UserError, nearest_name
 
 
 def _course(d_model: int, d_ff: int, n_layers: int, n_heads: int) -> ModelConfig:
-    return ModelConfig(
-        vocab_size=10_000, d_model=d_model, d_ff=d_ff, n_layers=n_layers, n_heads=n_heads
-    )
+    return ModelConfig(vocab_size=10_000, d_model=d_model, d_ff=d_ff, n_layers=n_layers, n_heads=n_heads)
 
 
 def _gpt2(d_model: int, n_layers: int, n_heads: int) -> ModelConfig:

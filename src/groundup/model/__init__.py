@@ -1,0 +1,28 @@
+"""The Transformer, from scratch: of torch.nn only Module, Parameter and containers.
+
+Read in this order: layers.py (linear, embedding, norm, feed-forward), rope.py, attention.py, transformer.py, loss.py.
+"""
+
+from groundup.model.attention import MultiHeadSelfAttention, scaled_dot_product_attention, softmax
+from groundup.model.layers import Embedding, Linear, RMSNorm, SwiGLU, silu
+from groundup.model.loss import IGNORE, cross_entropy
+from groundup.model.rope import RotaryEmbedding, rotate
+from groundup.model.transformer import TransformerBlock, TransformerLM, count_parameters
+
+__all__ = [
+    "IGNORE",
+    "Embedding",
+    "Linear",
+    "MultiHeadSelfAttention",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "SwiGLU",
+    "TransformerBlock",
+    "TransformerLM",
+    "count_parameters",
+    "cross_entropy",
+    "rotate",
+    "scaled_dot_product_attention",
+    "silu",
+    "softmax",
+]

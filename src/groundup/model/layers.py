@@ -1,0 +1,86 @@
+"""The layers without a notion of position: linear, embedding, RMSNorm, SwiGLU."""
+
+from math import sqrt
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """`x` in float32 when it is in half precision, else as it is (float64 stays, so that tests can be exact)."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def truncated_normal_(weight: Tensor, std: float, generator: torch.Generator | None = None) -> None:
+    """Fill `weight` from N(0, std²) cut at ±3 std, by inverting the normal's distribution function.
+
+    Rejection would draw a varying number of random numbers; inversion draws one an element.
+    """
+    edge = torch.special.erf(torch.tensor(3 / sqrt(2))).item()
+    with torch.no_grad():
+        weight.uniform_(-edge, edge, generator=generator).erfinv_().mul_(sqrt(2) * std)
+        # erfinv rounds: keep the promise to the last bit.
+        weight.clamp_(-3 * std, 3 * std)
+
+
+class Linear(nn.Module):
+    """y = x Wᵀ, no bias. weight: (d_out, d_in)."""
+
+    def __init__(self, d_in: int, d_out: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(d_out, d_in))
+
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """Variance 2 / (d_in + d_out): keeps the scale of activations and gradients (Glorot & Bengio 2010)."""
+        d_out, d_in = self.weight.shape
+        truncated_normal_(self.weight, sqrt(2 / (d_in + d_out)), generator)
+
+    def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
+        return x @ self.weight.T
+
+
+class Embedding(nn.Module):
+    """A row of a table for each token id. weight: (vocab_size, d_model)."""
+
+    def __init__(self, vocab_size: int, d_model: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
+
+    def init_weights(self, generator: torch.Generator | None = None, std: float = 1.0) -> None:
+        truncated_normal_(self.weight, std, generator)
+
+    def forward(self, ids: Int[Tensor, "..."]) -> Float[Tensor, "... d_model"]:
+        return self.weight[ids]
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · weight (Zhang & Sennrich 2019), computed in float32 at least. weight: (d_model,)."""
+
+    def __init__(self, d_model: int, eps: float = 1e-5):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(d_model))
+
+    def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
+        wide = at_least_float32(x)
+        inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * inverse_rms * self.weight).to(x.dtype)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x · sigmoid(x) (Hendrycks & Gimpel 2016; Elfwing et al. 2017)."""
+    return x * torch.sigmoid(x)
+
+
+class SwiGLU(nn.Module):
+    """w2(silu(w1 x) ⊙ w3 x) (Shazeer 2020): w1 and w3 widen to d_ff, w2 brings back to d_model."""
+
+    def __init__(self, d_model: int, d_ff: int):
+        super().__init__()
+        self.w1 = Linear(d_model, d_ff)
+        self.w2 = Linear(d_ff, d_model)
+        self.w3 = Linear(d_model, d_ff)
+
+    def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
+        return self.w2(silu(self.w1(x)) * self.w3(x))
