@@ -71,14 +71,20 @@ class TrainConfig:
 
     def resolve(self, context_length: int, world_size: int = 1) -> "TrainConfig":
         """Fill in the missing batch size and the steps. Raises UserError with the nearest legal values."""
-        config = replace(self, **_resolve_batch(self, world_size))
-        if bool(self.steps) == bool(self.tokens):
-            given = "both are given" if self.steps else "neither is given"
-            raise UserError(f"give exactly one of train.steps and train.tokens; {given}")
         for name in ("steps", "tokens", "eval_every", "eval_batches", "save_every", "keep_last"):
             if getattr(self, name) < 0:
                 raise UserError(f"train.{name} is {getattr(self, name)}; it must not be negative")
-        return replace(config, steps=self.steps or ceil(self.tokens / (config.global_batch_size * context_length)))
+        config = replace(self, **_resolve_batch(self, world_size))
+        if not self.steps and not self.tokens:
+            raise UserError("give exactly one of train.steps and train.tokens; neither is given")
+        steps = ceil(self.tokens / (config.global_batch_size * context_length)) if self.tokens else self.steps
+        # A resolved configuration holds both, in agreement.
+        if self.steps and self.steps != steps:
+            raise UserError(
+                f"give exactly one of train.steps and train.tokens; both are given, and {self.tokens} tokens make "
+                f"{steps} steps, not {self.steps}: set the other to 0"
+            )
+        return replace(config, steps=steps)
 
 
 def _resolve_batch(train: TrainConfig, world_size: int) -> dict[str, int]:
