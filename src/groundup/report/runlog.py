@@ -1,0 +1,104 @@
+"""Reading `metrics.jsonl`, a run's local truth, into columns.
+
+A row with `loss` is an optimizer step, a row with `valid_loss` an evaluation. A run in progress may have written only
+part of its last line: that line is left out. Anything else that is not JSON is an error, never skipped.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from groundup.errors import UserError
+
+Columns = dict[str, np.ndarray]
+"""Field → float64 array over the rows, NaN where a row lacks the field; always holds `step`, increasing."""
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """The metrics of one run."""
+
+    path: Path
+    """The run's directory."""
+    train: Columns
+    """One entry an optimizer step: step, loss, and what else the rows carry (lr, grad_norm, tokens, seconds, …)."""
+    valid: Columns
+    """One entry an evaluation: step, valid_loss, …; empty arrays when there was none."""
+
+    def train_axis(self, name: str) -> np.ndarray:
+        """`step`, `tokens` or `seconds` of the training rows. Raises UserError when the rows do not carry it."""
+        values = self.train.get(name)
+        if values is None or np.isnan(values).all():
+            raise UserError(f'{self.path / "metrics.jsonl"}: its rows have no "{name}"; plot by step instead')
+        return values
+
+    def valid_axis(self, name: str) -> np.ndarray:
+        """The same quantity at the evaluations: read off the training rows, between steps by straight line."""
+        if name == "step":
+            return self.valid["step"]
+        values = self.train_axis(name)
+        known = ~np.isnan(values)
+        # Nothing was consumed before the first step: an evaluation at step 0 belongs at the origin.
+        steps, values = self.train["step"][known], values[known]
+        if steps[0] > 0:
+            steps, values = np.concatenate([[0.0], steps]), np.concatenate([[0.0], values])
+        return np.interp(self.valid["step"], steps, values)
+
+
+def read_run(run: Path) -> RunLog:
+    """Read `run`'s metrics (`run`: the run's directory). Raises UserError: missing, empty, or corrupt in the middle."""
+    run = Path(run)
+    path = run / "metrics.jsonl"
+    if not run.exists():
+        raise UserError(f"{run}: no such run directory")
+    if not path.is_file():
+        raise UserError(f"{run}: no metrics.jsonl in it; give the directory that `groundup train --out` wrote")
+    rows = _rows(path)
+    train = _columns(path, [row for row in rows if "loss" in row])
+    valid = _columns(path, [row for row in rows if "valid_loss" in row])
+    if not train["step"].size and not valid["step"].size:
+        raise UserError(f"{path}: holds no finished step yet; train for at least one step first")
+    return RunLog(run, train, valid)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_bytes().split(b"\n")
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError("not an object")
+        except ValueError as error:
+            # A complete row ends in a newline, so what follows the last one is a row still being written.
+            if number == len(lines):
+                break
+            raise UserError(f"{path}: line {number} is not a JSON object; remove that line") from error
+        rows.append(row)
+    return rows
+
+
+def _columns(path: Path, rows: list[dict[str, Any]]) -> Columns:
+    """Numeric fields of the rows as columns, in the order of their steps (a later row of the same step wins)."""
+    by_step: dict[float, dict[str, Any]] = {}
+    for row in rows:
+        step = _number(row.get("step"))
+        if not np.isfinite(step):
+            raise UserError(f'{path}: a row has no number "step"; every row of metrics.jsonl needs one')
+        by_step[step] = row
+    ordered = [by_step[step] for step in sorted(by_step)]
+    names = {"step": None} | {name: None for row in ordered for name, value in row.items() if _is_number(value)}
+    return {name: np.array([_number(row.get(name)) for row in ordered], dtype=np.float64) for name in names}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> float:
+    return float(value) if _is_number(value) else float("nan")
