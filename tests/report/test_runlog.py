@@ -51,6 +51,13 @@ def test_an_evaluation_between_and_before_the_rows(tmp_path):
     assert log.valid_axis("seconds").tolist() == [0.0, 1.5, 5.0]
 
 
+def test_seconds_follow_from_the_speed_of_each_step(tmp_path):
+    rows = [
+        {"step": s, "loss": 2.0, "tokens": s * 100, "tokens_per_second": v} for s, v in ((1, 50), (2, 200), (3, 100))
+    ]
+    assert read_run(write(tmp_path, *rows)).train_axis("seconds").tolist() == [2.0, 2.5, 3.5]
+
+
 @pytest.mark.parametrize("tail", ['{"step": 2, "lo', '{"step": 2, "loss": 2.', "{", '{"step": 2, "note": "\\ud8'])
 def test_a_row_still_being_written_is_left_out(tmp_path, tail):
     assert read_run(write(tmp_path, {"step": 1, "loss": 3.5}, tail=tail)).train["step"].tolist() == [1]

@@ -31,6 +31,8 @@ TICK_DIGITS = (
     (1, 2, 5),
 )
 """Leading digits of the ticks on a logarithmic loss axis, from dense to sparse."""
+INSIDE = 3
+"""Most runs whose legend stands inside the axes."""
 COLUMN = {"step": "step", "tokens": "tokens", "time": "seconds"}
 
 
@@ -47,7 +49,7 @@ def plot_runs(runs: list[Path], out: Path, x: Literal["step", "tokens", "time"] 
     if out.suffix.lower() != ".png" or out.is_dir():
         raise UserError(f"{out}: the plot is a PNG picture; give a file name that ends in .png")
     logs = [read_run(run) for run in runs]
-    figure = Figure(figsize=(8, 4.8), dpi=160, layout="constrained")
+    figure = Figure(figsize=(8 if len(logs) <= INSIDE else 10.5, 4.8), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     names = short_names([log.path for log in logs])
@@ -55,7 +57,7 @@ def plot_runs(runs: list[Path], out: Path, x: Literal["step", "tokens", "time"] 
     for index, log in enumerate(logs):
         _draw_run(axes, log, x, unit, _colour(index), _line_style(index))
     _style(axes, x_label, x)
-    _legend(axes, logs, names)
+    _legend(figure, axes, logs, names)
     picture = BytesIO()
     figure.savefig(picture, format="png")
     write_atomic(out, picture.getvalue())
@@ -161,7 +163,7 @@ def _scale_loss(axes: Axes) -> None:
         axes.yaxis.set_minor_locator(NullLocator())
 
 
-def _loss_ticks(low: float, high: float) -> list[float]:
+def _loss_ticks(low: float, high: float) -> Sequence[float]:
     """Plain numbers within [low, high], spread about evenly on a logarithmic axis, eleven at most."""
     decades = 10.0 ** np.arange(np.floor(np.log10(low)), np.ceil(np.log10(high)) + 1)
     for digits in TICK_DIGITS:
@@ -169,7 +171,7 @@ def _loss_ticks(low: float, high: float) -> list[float]:
         ticks = ticks[(ticks >= low) & (ticks <= high)]
         if 5 <= len(ticks) <= 11:
             return ticks.tolist()
-    return MaxNLocator(nbins=9, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high).tolist()
+    return MaxNLocator(nbins=9, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
 
 
 def _count(value: float, _position: int) -> str:
@@ -180,19 +182,23 @@ def _count(value: float, _position: int) -> str:
     return f"{value:g}"
 
 
-def _legend(axes: Axes, logs: Sequence[RunLog], names: Sequence[str]) -> None:
+def _legend(figure: Figure, axes: Axes, logs: Sequence[RunLog], names: Sequence[str]) -> None:
     """The runs with their last validation loss, then what a faint line, a line and a point are."""
     handles = []
     for index, (log, name) in enumerate(zip(logs, names, strict=True)):
-        losses = log.valid["valid_loss"] if log.valid["step"].size else ()
-        label = f"{name} (last validation {losses[-1]:.3f})" if len(losses) else name
+        evaluated = log.valid["step"].size > 0
+        label = f"{name} (last validation {log.valid['valid_loss'][-1]:.3f})" if evaluated else name
         handles.append(Line2D([], [], color=_colour(index), linestyle=_line_style(index), linewidth=1.8, label=label))
     kinds = [
         Line2D([], [], color=MUTED, linewidth=0.8, label="training, each step"),
         Line2D([], [], color=MUTED, linewidth=1.8, label="training, moving average"),
         Line2D([], [], color=MUTED, linestyle="", marker="o", markersize=5, label="validation"),
     ]
-    legend = axes.legend(handles=handles + kinds, loc="upper right", frameon=True, fontsize=9, labelcolor=INK)
+    # Falling curves leave the upper right corner free; a long list would reach down into them.
+    crowded = len(logs) > INSIDE
+    place = figure.legend if crowded else axes.legend
+    loc = "outside right upper" if crowded else "upper right"
+    legend = place(handles=handles + kinds, loc=loc, frameon=True, fontsize=9, labelcolor=INK)
     legend.get_frame().set(facecolor="white", edgecolor="none", alpha=0.85)
 
 

@@ -29,8 +29,11 @@ class RunLog:
     """One entry an evaluation: step, valid_loss, …; empty arrays when there was none."""
 
     def train_axis(self, name: str) -> np.ndarray:
-        """`step`, `tokens` or `seconds` of the training rows. Raises UserError when the rows do not carry it."""
-        values = self.train.get(name)
+        """`step`, `tokens` or `seconds` (of training, since the run's start) at the training rows.
+
+        Raises UserError when the rows do not say.
+        """
+        values = self._seconds() if name == "seconds" else self.train.get(name)
         if values is None or np.isnan(values).all():
             raise UserError(f'{self.path / "metrics.jsonl"}: its rows have no "{name}"; plot by step instead')
         return values
@@ -46,6 +49,13 @@ class RunLog:
         if steps[0] > 0:
             steps, values = np.concatenate([[0.0], steps]), np.concatenate([[0.0], values])
         return np.interp(self.valid["step"], steps, values)
+
+    def _seconds(self) -> np.ndarray | None:
+        """As written, else from each step's tokens and its speed."""
+        train = self.train
+        if "seconds" in train or not {"tokens", "tokens_per_second"} <= train.keys():
+            return train.get("seconds")
+        return np.cumsum(np.diff(train["tokens"], prepend=0.0) / train["tokens_per_second"])
 
 
 def read_run(run: Path) -> RunLog:
