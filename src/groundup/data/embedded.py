@@ -7,6 +7,7 @@ first part of the corpus is a fair mixture, the same on every machine with this 
 """
 
 import hashlib
+import os
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,9 +37,11 @@ class EmbeddedCorpus:
 def library_files(root: Path | None = None) -> list[Path]:
     """The library's `.py` files in the corpus' order. root: the library's folder (None: the running Python's)."""
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
-    paths = [path.relative_to(root) for path in root.rglob("*.py")]
-    kept = [path for path in paths if not _LEFT_OUT.intersection(path.parts[:-1])]
-    return [root / p for p in sorted(kept, key=lambda p: hashlib.sha256(p.as_posix().encode()).digest())]
+    paths: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        paths += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
+    return [root / p for p in sorted(paths, key=lambda p: hashlib.sha256(p.as_posix().encode()).digest())]
 
 
 def write_embedded_corpus(out: Path, max_bytes: int = MAX_BYTES, root: Path | None = None) -> EmbeddedCorpus:
