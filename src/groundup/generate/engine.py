@@ -1,0 +1,173 @@
+"""One token after another: prefill the prompt in one pass, then one position a step through the KV cache.
+
+Cost of a step with n tokens held: the weights are read once and attention reads n keys and values, instead of the
+whole model over n positions.
+
+Past the context. When the cache is full the newest half of the context is kept, its keys and values are computed
+afresh from position 0, and generation goes on. One such prefill of context_length / 2 positions pays for
+context_length / 2 further tokens, so a token costs at most one extra position on average, and each token sees
+between half and all of the context. Rejected: dropping one token a step, which needs a full pass for each token
+(every position moves by one); and dropping only the oldest keys from the cache: upper layers' values still carry what
+the dropped tokens said, so the logits would equal no plain forward pass of the model, and nothing could check them.
+"""
+
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from groundup.errors import UserError
+from groundup.generate.cache import KVCache
+from groundup.generate.sampling import check_sampling, sample, seeded_generator
+from groundup.model import TransformerLM
+
+
+def generate(
+    model: TransformerLM,
+    ids: Sequence[int],
+    max_tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop_ids: Collection[int] = (),
+    *,
+    start_id: int | None = None,
+    vocab_limit: int | None = None,
+    on_slide: Callable[[str], None] | None = None,
+) -> Iterator[int]:
+    """Yield up to `max_tokens` new ids that continue the prompt `ids`.
+
+    A stop id ends the sequence and is itself the last id yielded, so a caller can tell an end from a cut.
+    start_id: what an empty prompt starts from (`<|endoftext|>`, which precedes every document but the first).
+    vocab_limit: number of ids the tokenizer knows, where the model's vocabulary is padded larger; no id at or above it
+    is ever drawn. on_slide: receives one line when the prompt is cut to the context, and one when the window first
+    slides. Settings are checked at the call, not at the first token; between two tokens the model's training flags and
+    torch's gradient mode are as the caller left them, and torch's global random state is never touched.
+
+    Raises UserError for settings out of range, an id outside the vocabulary, an empty prompt without a start_id, and
+    logits that are not numbers.
+    """
+    check_sampling(temperature, top_k, top_p, seed)
+    if max_tokens < 0:
+        raise UserError(f"max_tokens is {max_tokens}; it must be ≥ 0")
+    limit = _checked_limit(model.config.vocab_size, vocab_limit)
+    window = _prompt_window(ids, start_id, limit, model.config.context_length, on_slide)
+    weight = next(model.parameters())
+    generator = seeded_generator(seed, weight.device)
+
+    def draw(logits: Float[Tensor, "vocab"]) -> int:
+        return _draw(logits[:limit], temperature, top_k, top_p, generator)
+
+    cache = KVCache(model.config, dtype=weight.dtype, device=weight.device)
+    return _tokens(model, cache, window, max_tokens, draw, frozenset(stop_ids), on_slide)
+
+
+def _tokens(
+    model: TransformerLM,
+    cache: KVCache,
+    window: list[int],
+    max_tokens: int,
+    draw: Callable[[Tensor], int],
+    stop_ids: Collection[int],
+    on_slide: Callable[[str], None] | None,
+) -> Iterator[int]:
+    """The loop. `window`: the tokens the model sees; `pending`: those of them that the cache does not hold yet."""
+    context_length, slid = cache.capacity, False
+    pending = window
+    for _ in range(max_tokens):
+        if len(window) > context_length:
+            window = window[-newest_half(context_length) :]
+            pending = window
+            cache.reset()
+            if on_slide is not None and not slid:
+                on_slide(
+                    f"past the context of {context_length} tokens: going on from the newest {len(window)} "
+                    "each time it is full"
+                )
+            slid = True
+        with _inference(model):
+            token = draw(next_logits(model, pending, cache))
+        yield token
+        if token in stop_ids:
+            return
+        window.append(token)
+        pending = [token]
+
+
+def next_logits(model: TransformerLM, tokens: list[int], cache: KVCache) -> Float[Tensor, "vocab"]:
+    """Run the tokens that follow those in the cache, keep their keys and values; the logits of the token after them.
+
+    The prefill of a prompt and the step of one token are this same call.
+    """
+    ids = torch.tensor([tokens], device=cache.keys.device)
+    logits = model(ids, cache=cache)
+    cache.advance(len(tokens))
+    return logits[0, -1]
+
+
+def newest_half(context_length: int) -> int:
+    """Tokens kept when the window slides: half of the context, at least one."""
+    return max(1, context_length // 2)
+
+
+def _draw(
+    logits: Float[Tensor, "vocab"], temperature: float, top_k: int, top_p: float, generator: torch.Generator
+) -> int:
+    """One id; the check for finite logits rides on the same transfer from the device."""
+    token = sample(logits, temperature, top_k, top_p, generator)
+    value, finite = torch.stack([token, torch.isfinite(logits).all()]).tolist()
+    if not finite:
+        raise UserError("the model's logits are not finite numbers; its weights are damaged or its training diverged")
+    return value
+
+
+def _checked_limit(vocab_size: int, vocab_limit: int | None) -> int:
+    if vocab_limit is None:
+        return vocab_size
+    if not 0 < vocab_limit <= vocab_size:
+        raise UserError(
+            f"the tokenizer knows {vocab_limit} ids and the model {vocab_size}; use the tokenizer the model was "
+            "trained with"
+        )
+    return vocab_limit
+
+
+def _prompt_window(
+    ids: Sequence[int], start_id: int | None, limit: int, context_length: int, on_slide: Callable[[str], None] | None
+) -> list[int]:
+    """The checked prompt, cut to its newest `context_length` tokens."""
+    window = list(ids)
+    if not window and start_id is None:
+        raise UserError("the prompt is empty and there is no <|endoftext|> token to start from; give a prompt")
+    if not window and start_id is not None:
+        window = [start_id]
+    for position, token in enumerate(window):
+        if not 0 <= token < limit:
+            raise UserError(
+                f"prompt token {position} is id {token}, but the vocabulary has ids 0 to {limit - 1}; "
+                "encode the prompt with the model's own tokenizer"
+            )
+    if len(window) > context_length and on_slide is not None:
+        on_slide(f"the prompt has {len(window)} tokens; the model sees its last {context_length}")
+    return window[-context_length:]
+
+
+@contextmanager
+def _inference(model: TransformerLM) -> Generator[None]:
+    """Evaluation mode and no autograd for one step.
+
+    Around the step and not around the loop: a generator that yields inside `inference_mode` would leave it on in its
+    caller's code. Only the modules that were training are set back.
+    """
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        for module in training:
+            module.training = True
