@@ -92,7 +92,7 @@ def test_targets_are_the_next_tokens(n, context, batch, step, order):
     assert inputs.dtype == targets.dtype == np.int64
     assert np.array_equal(targets, inputs + 1)  # token i has id i
     assert np.array_equal(inputs[:, 0], sampler.starts(step))
-    assert 0 <= inputs.min()
+    assert inputs.min() >= 0
     assert targets.max() <= n - 1
 
 

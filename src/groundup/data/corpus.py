@@ -168,7 +168,11 @@ def _cut(texts: Iterator[str], counts: ReadCounts, piece_chars: int) -> Iterator
         buffer += text
         start = 0
         while (end := buffer.find(SEPARATOR, searched)) >= 0:
-            yield from _end_document(buffer[start:end], inside, counts)
+            document = buffer[start:end]
+            if inside or (document and not document.isspace()):
+                yield Piece(document, True)
+            else:
+                counts.empty += 1
             start = searched = end + len(SEPARATOR)
             tried, inside = 0, False
         buffer = buffer[start:]
@@ -180,12 +184,7 @@ def _cut(texts: Iterator[str], counts: ReadCounts, piece_chars: int) -> Iterator
             yield Piece(buffer[: place.end()], False)
             buffer, tried, inside = buffer[place.end() :], 0, True
         searched = max(0, len(buffer) - len(SEPARATOR) + 1)
-    if buffer or inside:
-        yield from _end_document(buffer, inside, counts)
-
-
-def _end_document(text: str, inside: bool, counts: ReadCounts) -> Iterator[Piece]:
-    if inside or (text and not text.isspace()):
-        yield Piece(text, True)
-    else:
+    if inside or (buffer and not buffer.isspace()):
+        yield Piece(buffer, True)
+    elif buffer:
         counts.empty += 1

@@ -137,10 +137,10 @@ def validation_windows(
     if len(tokens) < 2:
         raise UserError(f"{len(tokens)} validation tokens leave nothing to predict; tokenize more validation text")
     whole, left = divmod(len(tokens) - 1, context_length)
-    starts = np.arange(whole + (left > 0), dtype=np.int64) * context_length
-    for first in range(0, len(starts), batch_size):
-        rows = starts[first : first + batch_size]
-        padded = left > 0 and first + len(rows) == len(starts)
+    count = whole + (left > 0)
+    for first in range(0, count, batch_size):
+        rows = np.arange(first, min(first + batch_size, count), dtype=np.int64) * context_length
+        padded = left > 0 and first + len(rows) == count
         full = rows[:-1] if padded else rows
         inputs = np.zeros((len(rows), context_length), dtype=np.int64)
         targets = np.full((len(rows), context_length), IGNORED, dtype=np.int64)
