@@ -1,0 +1,144 @@
+"""Checkpoints on disk: checkpoints/step-NNNNNNNN/{model.safetensors, optimizer.safetensors, state.json}.
+
+A checkpoint is written aside, flushed, and takes its name by one rename; state.json is written last and holds size and
+SHA-256 of the other two. So a name that looks like a checkpoint either is complete or was damaged later, and reading
+tells the two apart: what does not match is skipped with one line, and the newest complete one is taken. Tensors are
+whole and carry the parameters' names, whatever the world size that wrote them.
+
+Cost: one write, one read for the checksum (from the page cache), one fsync a file. Rejected: torch.save (pickle, and
+a truncated file is found only when it is unpickled); a `latest` file (a second truth that can disagree).
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+
+from groundup.errors import UserError
+from groundup.files import directory_written_aside
+from groundup.train.state import model_tensors, optimizer_tensors
+
+MODEL = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+STATE = "state.json"
+
+
+class IncompleteError(Exception):
+    """A directory that cannot be used as a checkpoint; the message says why."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint and what its state.json says."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """Where the checkpoint after `step` optimizer steps lies."""
+    return directory / f"step-{step:08d}"
+
+
+def checkpoint_steps(directory: Path) -> list[int]:
+    """The steps that have a directory, ascending; complete or not."""
+    if not directory.is_dir():
+        return []
+    matches = (re.fullmatch(r"step-(\d{8,})", path.name) for path in directory.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def save_checkpoint(
+    directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict[str, Any]
+) -> None:
+    """Write the checkpoint of `step`; `facts` go into state.json. Raises UserError when the disk does not take it.
+
+    After an error nothing of the new checkpoint is left and the ones before it are untouched.
+    """
+    target = checkpoint_path(directory, step)
+    try:
+        with directory_written_aside(target) as aside:
+            save_file(model_tensors(model), aside / MODEL)
+            save_file(optimizer_tensors(model, optimizer), aside / OPTIMIZER)
+            files = {name: _size_and_checksum(aside / name) for name in (MODEL, OPTIMIZER)}
+            state = {"step": step, **facts, "files": files}
+            (aside / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise UserError(
+            f"cannot save {target}: {reason}; the checkpoints before it are kept: free space, then go on with --resume"
+        ) from None
+
+
+def read_checkpoint(path: Path, contents: Iterable[str] = (MODEL, OPTIMIZER)) -> Checkpoint:
+    """Check a checkpoint: sizes of both files, checksums of `contents`. Raises IncompleteError with the reason."""
+    try:
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        step, files = int(state["step"]), state["files"]
+        expected = {name: (files[name]["bytes"], files[name]["sha256"]) for name in (MODEL, OPTIMIZER)}
+    except FileNotFoundError:
+        raise IncompleteError(f"it has no {STATE}") from None
+    except (OSError, ValueError, KeyError, TypeError):
+        raise IncompleteError(f"its {STATE} is not readable") from None
+    for name, (size, _) in expected.items():
+        if not (path / name).is_file():
+            raise IncompleteError(f"it has no {name}")
+        found = (path / name).stat().st_size
+        if found != size:
+            raise IncompleteError(f"{name} has {found:,} bytes, not {size:,}")
+    for name in contents:
+        if _size_and_checksum(path / name)["sha256"] != expected[name][1]:
+            raise IncompleteError(f"{name} does not match its checksum")
+    return Checkpoint(path, step, state)
+
+
+def newest_complete(
+    directory: Path, note: Callable[[str], None], contents: Iterable[str] = (MODEL, OPTIMIZER)
+) -> Checkpoint | None:
+    """The complete checkpoint of the highest step; `note` gets a line for each newer one that is skipped."""
+    for step in reversed(checkpoint_steps(directory)):
+        path = checkpoint_path(directory, step)
+        try:
+            return read_checkpoint(path, contents)
+        except IncompleteError as error:
+            note(f"skipped {path}: {error}")
+    return None
+
+
+def prune_checkpoints(directory: Path, newest: int, keep_last: int) -> None:
+    """Delete all but the `keep_last` newest up to step `newest`, which is complete; 0 keeps all.
+
+    Directories of later steps are none of this run's (a damaged one was skipped when it resumed) and do not count.
+    Each goes by a rename first, so that a kill in between leaves no half checkpoint under a checkpoint's name.
+    """
+    steps = [step for step in checkpoint_steps(directory) if step <= newest]
+    for step in steps[:-keep_last] if keep_last else []:
+        path = checkpoint_path(directory, step)
+        going = path.with_name(f".{path.name}.{os.getpid()}.old")
+        os.rename(path, going)
+        shutil.rmtree(going)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Delete what a killed save or deletion left aside. Only for the process that holds the run's lock."""
+    if directory.is_dir():
+        for path in directory.iterdir():
+            if re.fullmatch(r"\.step-\d+\.\d+\.(tmp|old)", path.name):
+                shutil.rmtree(path)
+
+
+def _size_and_checksum(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}

@@ -1,0 +1,95 @@
+"""Loss, perplexity and bits per byte on held-out tokens."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from groundup.data import TokenData, validation_windows
+from groundup.errors import UserError
+from groundup.model import IGNORE, TransformerLM
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate` found."""
+
+    loss: float
+    """Nats a token, mean over `tokens`."""
+    perplexity: float
+    """exp(loss): as uncertain as among this many equally likely tokens. Depends on the tokenizer."""
+    bits_per_byte: float
+    """Bits the model needs for a byte of the text. Comparable between tokenizers."""
+    tokens: int
+    """Predicted tokens."""
+
+
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    """Nats a token → bits a byte: loss / ln 2 / (bytes / tokens)."""
+    return loss / math.log(2) / bytes_per_token
+
+
+@torch.no_grad()
+def evaluate(
+    model: TransformerLM,
+    data: TokenData,
+    *,
+    batch_size: int = 32,
+    batches: int = 0,
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    before_batch: Callable[[], None] = lambda: None,
+) -> Evaluation:
+    """Evaluate on the validation tokens, in windows of the model's context_length that do not overlap.
+
+    Every token but the first is predicted once, from at most context_length tokens before it. `batches` > 0 reads that
+    many batches of `batch_size` windows, spread evenly over the file, the same ones each time. The mean is over tokens,
+    whatever batch they were in. Bits per byte is total nats / ln 2 / bytes, where the bytes of the predicted tokens are
+    counted as tokens · (bytes / tokens of the whole split): exact for the whole file but for its first token, a fair
+    estimate for a part of it. `before_batch` may raise to stop. The model is in eval mode meanwhile.
+    Raises UserError for fewer than two validation tokens or an id that the model has no row for.
+    """
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    nats = torch.zeros((), dtype=torch.float64, device=device)
+    tokens = 0
+    try:
+        for inputs, targets in _batches(data.valid, model, batch_size, batches):
+            before_batch()
+            with forward_context():
+                # n_valid 1: the sum over the batch. It stays on the device until the end.
+                loss = model(torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device), n_valid=1)
+            nats += loss
+            tokens += int((targets != IGNORE).sum())
+    finally:
+        model.train(was_training)
+    loss = nats.item() / tokens
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    return Evaluation(loss, perplexity, bits_per_byte(loss, data.bytes_per_token("valid")), tokens)
+
+
+def check_validation(data: TokenData) -> None:
+    """Raise UserError when there is nothing to evaluate on."""
+    if len(data.valid) < 2:
+        raise UserError(
+            "there are no validation tokens to evaluate on; tokenize with a validation file or --valid-fraction, "
+            "or set train.eval_every to 0"
+        )
+
+
+def _batches(
+    tokens: np.ndarray, model: TransformerLM, batch_size: int, batches: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """All batches of the file, or `batches` of them at equal distances."""
+    context_length, vocab_size = model.config.context_length, model.config.vocab_size
+    tokens_per_batch = batch_size * context_length
+    total = max(1, math.ceil((len(tokens) - 1) / tokens_per_batch))
+    count = min(batches, total) if batches else total
+    for i in range(count):
+        first = i * total // count * tokens_per_batch
+        part = tokens[first : first + tokens_per_batch + 1]
+        yield from validation_windows(part, context_length, batch_size, vocab_size)

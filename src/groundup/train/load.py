@@ -1,0 +1,97 @@
+"""A finished or running run → its model, for evaluation and generation."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from groundup.config import RunConfig
+from groundup.data import TokenData
+from groundup.errors import UserError
+from groundup.model import TransformerLM
+from groundup.tokenizer import Tokenizer
+from groundup.train.checkpoint import (
+    MODEL,
+    Checkpoint,
+    IncompleteError,
+    checkpoint_path,
+    checkpoint_steps,
+    newest_complete,
+    read_checkpoint,
+)
+from groundup.train.device import autocast, choose_device, choose_precision, set_matmul_precision
+from groundup.train.evaluate import Evaluation, check_validation, evaluate
+from groundup.train.run_directory import RunDirectory
+from groundup.train.state import load_model
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def load_run(
+    out: Path, step: int | None = None, device: str | None = None, note: Callable[[str], None] = _to_stderr
+) -> tuple[TransformerLM, Tokenizer, RunConfig, int]:
+    """(model in eval mode on the device, tokenizer, configuration, step) of a run's checkpoint.
+
+    step None: the newest complete one; damaged newer ones are skipped with a line to `note`. device None: a GPU where
+    there is one. Needs the run's directory only. Raises UserError when there is no run or no such checkpoint.
+    """
+    run = RunDirectory(out)
+    config = run.load_config()
+    checkpoint = _find(run, step, note)
+    tokenizer = run.load_tokenizer()
+    model = TransformerLM(config.model)
+    load_model(model, checkpoint.path / MODEL)
+    return model.to(choose_device(device or "auto")).eval(), tokenizer, config, checkpoint.step
+
+
+def evaluate_run(
+    out: Path,
+    step: int | None = None,
+    device: str | None = None,
+    data: Path | None = None,
+    batches: int = 0,
+    note: Callable[[str], None] = _to_stderr,
+) -> tuple[Evaluation, int]:
+    """(evaluation, step) of a run's checkpoint on the validation tokens, all of them unless `batches` says fewer.
+
+    data None: the token files it was trained on. The precision is the run's on the run's kind of device, else that of
+    `auto`. Raises UserError as load_run does, and when the tokens were made by another tokenizer.
+    """
+    model, tokenizer, config, step = load_run(out, step, device, note)
+    tokens = TokenData.open(data or Path(config.data.path))
+    if tokens.tokenizer().fingerprint != tokenizer.fingerprint:
+        raise UserError(
+            f"the tokens in {data or config.data.path} were made by another tokenizer than {out}'s; "
+            f"tokenize the text again with --tokenizer {out}"
+        )
+    check_validation(tokens)
+    where = next(model.parameters()).device
+    precision = choose_precision(config.train.precision if where.type == config.train.device else "auto", where)
+    set_matmul_precision(precision)
+    found = evaluate(
+        model,
+        tokens,
+        batch_size=config.train.micro_batch_size,
+        batches=batches,
+        forward_context=partial(autocast, where, precision),
+    )
+    return found, step
+
+
+def _find(run: RunDirectory, step: int | None, note: Callable[[str], None]) -> Checkpoint:
+    """The checkpoint asked for; only the model's file is read for its checksum."""
+    steps = checkpoint_steps(run.checkpoints)
+    if step is None:
+        newest = newest_complete(run.checkpoints, note, contents=[MODEL])
+        if newest is None:
+            raise UserError(f"{run.path} has no complete checkpoint yet; train it first, or go on with --resume")
+        return newest
+    if step not in steps:
+        has = ", ".join(map(str, steps)) or "none"
+        raise UserError(f"{run.path} has no checkpoint of step {step}; it has: {has}")
+    try:
+        return read_checkpoint(checkpoint_path(run.checkpoints, step), contents=[MODEL])
+    except IncompleteError as error:
+        raise UserError(f"the checkpoint of step {step} in {run.path} is damaged: {error}; take another step") from None

@@ -1,0 +1,145 @@
+"""metrics.jsonl, the truth of a run: one JSON object a line.
+
+A row of an optimizer step holds `step` (from 1), `loss` (nats a token, mean over all micro-batches of that step,
+unrounded), `lr`, `grad_norm` (before clipping), `tokens` (seen so far) and `tokens_per_second`; a row of an evaluation
+holds `step`, `valid_loss` and `valid_bits_per_byte`. Nothing is averaged over steps.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from errno import ENOSPC
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from groundup.errors import UserError
+from groundup.files import write_atomic
+
+Row = dict[str, Any]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All rows; a last line torn by a kill is left out. Raises UserError for an unreadable line before it."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    rows = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            raise UserError(f"{path}, line {number} is not a JSON row; remove that line and try again") from None
+    return rows
+
+
+def cut_back(path: Path, step: int) -> list[Row]:
+    """Drop the rows after `step` and a torn last line, atomically; return the rows that stay."""
+    rows = [row for row in read_rows(path) if row["step"] <= step]
+    write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+class MetricsLog:
+    """Appends rows to metrics.jsonl; a row that was written survives a kill of the process."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
+
+    def write(self, row: Row) -> None:
+        """Append one row. Raises UserError when the disk is full."""
+        line = json.dumps(row).encode() + b"\n"
+        with self._explained():
+            if self._file.write(line) != len(line):
+                raise OSError(ENOSPC, os.strerror(ENOSPC))
+
+    def sync(self) -> None:
+        """Flush to disk. Raises UserError as write does."""
+        with self._explained():
+            os.fsync(self._file.fileno())
+
+    @contextmanager
+    def _explained(self) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"cannot write {self.path}: {error.strerror}; the last checkpoint is kept: free space, then resume"
+            ) from None
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+class StepRows:
+    """Turns the numbers of each step into a row, without making a GPU wait.
+
+    On a GPU loss and norm are copied in the background and read when the next step has been launched, so the host runs
+    one step ahead; `flush` reads the last one. A loss or norm that is not finite ends the run with a UserError before
+    its step can be saved.
+    """
+
+    def __init__(self, write: Callable[[Row], None], tokens_per_step: int, device: torch.device):
+        self._write = write
+        self._tokens_per_step = tokens_per_step
+        self._late = device.type == "cuda"
+        self._pending: tuple[int, float, Tensor, torch.cuda.Event | None] | None = None
+        self._lap = time.perf_counter()
+
+    def put(self, step: int, lr: float, loss: Tensor, grad_norm: Tensor) -> None:
+        """Take the scalars of step `step`; write the row of the step before."""
+        values = torch.stack([loss, grad_norm.to(loss)]).double().to("cpu", non_blocking=True)
+        event = None
+        if self._late:
+            event = torch.cuda.Event()
+            event.record()
+        previous, self._pending = self._pending, (step, lr, values, event)
+        if previous is not None:
+            self._finish(previous)
+        if not self._late:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the row that is still pending."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._finish(pending)
+
+    def restart_clock(self) -> None:
+        """Do not count the time since the last row (a save, an evaluation) as training."""
+        self._lap = time.perf_counter()
+
+    def _finish(self, pending: tuple[int, float, Tensor, torch.cuda.Event | None]) -> None:
+        step, lr, values, event = pending
+        if event is not None:
+            event.synchronize()
+        loss, grad_norm = values.tolist()
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise UserError(
+                f"step {step}: the loss is {loss} and the gradient norm {grad_norm}; the run stopped and its last "
+                f"checkpoint is kept: try a lower optim.lr, more optim.warmup_steps or a smaller optim.grad_clip"
+            )
+        now = time.perf_counter()
+        seconds, self._lap = now - self._lap, now
+        self._write(
+            {
+                "step": step,
+                "loss": loss,
+                "lr": lr,
+                "grad_norm": grad_norm,
+                "tokens": step * self._tokens_per_step,
+                "tokens_per_second": self._tokens_per_step / max(seconds, 1e-9),
+            }
+        )

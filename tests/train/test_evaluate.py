@@ -1,0 +1,94 @@
+"""Evaluation against a window-by-window computation in float64."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_runs import tiny_config, write_tokens
+
+from groundup.data import TokenData
+from groundup.errors import UserError
+from groundup.model import TransformerLM
+from groundup.train import evaluate, evaluate_run, train
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+@pytest.fixture(scope="module")
+def model(tokens: Path) -> TransformerLM:
+    model = TransformerLM(tiny_config(tokens).model)
+    model.init_weights(3)
+    return model
+
+
+def window_losses(model: TransformerLM, ids: np.ndarray) -> list[torch.Tensor]:
+    """Losses of each window of 32 targets, one window at a time, in float64."""
+    wide = TransformerLM(model.config).double()
+    wide.load_state_dict(model.state_dict())
+    losses = []
+    with torch.no_grad():
+        for start in range(0, len(ids) - 1, 32):
+            window = torch.from_numpy(ids[start : start + 33].astype(np.int64))
+            logits = wide(window[None, :-1])[0]
+            losses.append(torch.nn.functional.cross_entropy(logits, window[1:], reduction="none"))
+    return losses
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 100])
+def test_all_tokens_once(batch_size: int, model: TransformerLM, tokens: Path):
+    data = TokenData.open(tokens)
+    found = evaluate(model, data, batch_size=batch_size)
+    truth = torch.cat(window_losses(model, np.asarray(data.valid))).mean().item()
+    assert found.tokens == 699
+    assert found.loss == pytest.approx(truth, rel=1e-6)
+    assert found.perplexity == pytest.approx(math.exp(truth), rel=1e-5)
+    assert found.bits_per_byte == pytest.approx(truth * 700 / 699 / math.log(2), rel=1e-6)
+
+
+def test_a_part_is_spread_over_the_file_and_always_the_same(model: TransformerLM, tokens: Path):
+    data = TokenData.open(tokens)
+    found = evaluate(model, data, batch_size=4, batches=3)
+    losses = window_losses(model, np.asarray(data.valid))  # 22 windows, 6 batches: the batches 0, 2, 4
+    chosen = torch.cat(losses[0:4] + losses[8:12] + losses[16:20])
+    assert found.tokens == 3 * 4 * 32
+    assert found.loss == pytest.approx(chosen.mean().item(), rel=1e-6)
+    assert evaluate(model, data, batch_size=4, batches=3) == found
+    assert evaluate(model, data, batch_size=4, batches=99) == evaluate(model, data, batch_size=4)
+
+
+def test_the_mode_of_the_model_comes_back(model: TransformerLM, tokens: Path):
+    for mode in (True, False):
+        model.train(mode)
+        evaluate(model, TokenData.open(tokens), batches=1)
+        assert model.training is mode
+        assert all(p.grad is None for p in model.parameters())
+
+
+def test_evaluate_run_repeats_the_runs_own_number(tokens: Path, tmp_path: Path):
+    result = train(tiny_config(tokens, eval_batches=0), tmp_path / "run")
+    found, step = evaluate_run(tmp_path / "run", device="cpu")
+    assert step == 12
+    assert found.loss == result.valid_loss
+    other = write_tokens(tmp_path / "other", n_valid=300, seed=9)
+    assert evaluate_run(tmp_path / "run", device="cpu", data=other)[0].tokens == 299
+
+
+def test_tokens_of_another_tokenizer_are_refused(tokens: Path, tmp_path: Path):
+    train(tiny_config(tokens, steps=1, eval_every=0), tmp_path / "run")
+    other = write_tokens(tmp_path / "other", specials=("<|endoftext|>", "<|pad|>"))
+    with pytest.raises(UserError, match="another tokenizer"):
+        evaluate_run(tmp_path / "run", data=other)
+
+
+def test_no_validation_tokens(tmp_path: Path):
+    directory = write_tokens(tmp_path / "tokens", n_valid=1)
+    with pytest.raises(UserError, match="no validation tokens"):
+        train(tiny_config(directory), tmp_path / "run")
+    assert train(tiny_config(directory, eval_every=0), tmp_path / "run").valid_loss is None

@@ -1,0 +1,315 @@
+"""A resumed run is the unbroken run, bit for bit."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_runs import Crash, Recorder, crash, read_metrics, tiny_config, write_tokens
+
+from groundup.errors import UserError
+from groundup.train import RunDirectory, changed_fields, train
+from groundup.train.checkpoint import MODEL, OPTIMIZER, checkpoint_steps
+
+torch.set_num_threads(1)
+
+CASES = {
+    "plain": {},
+    "accumulation": {"grad_accumulation": 3},
+    # 1,153 tokens are 36 windows of 32: nine steps of 4, so the save at step 9 is the epoch's end.
+    "epoch end": {"n_train": 1153, "kill_at": 9},
+    "inside an epoch, two passes": {"n_train": 800},
+    "no evaluation": {"eval_every": 0},
+}
+
+
+def same_run(a: Path, b: Path) -> None:
+    """Rows and the tensors of every checkpoint that both have are equal."""
+    assert read_metrics(a) == read_metrics(b)
+    steps = checkpoint_steps(a / "checkpoints")
+    assert steps == checkpoint_steps(b / "checkpoints")
+    for step in steps:
+        for name in (MODEL, OPTIMIZER):
+            left, right = (load_file(run / "checkpoints" / f"step-{step:08d}" / name) for run in (a, b))
+            assert left.keys() == right.keys()
+            for key in left:
+                assert torch.equal(left[key], right[key]), (step, key)
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+@pytest.fixture
+def crashed(tokens: Path, tmp_path: Path) -> Path:
+    """A run that died after step 8; its newest checkpoint is step 6."""
+    with pytest.raises(Crash):
+        train(tiny_config(tokens), tmp_path / "run", progress=Recorder({8: crash}))
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_resume_after_a_crash_is_bit_exact(case: str, tmp_path: Path):
+    fields = dict(CASES[case])
+    data = write_tokens(tmp_path / "tokens", n_train=fields.pop("n_train", 4000))
+    kill_at = fields.pop("kill_at", 8)
+    config = tiny_config(data, **fields)
+    train(config, tmp_path / "whole")
+    with pytest.raises(Crash):
+        train(config, tmp_path / "broken", progress=Recorder({kill_at: crash}))
+    result = train(config, tmp_path / "broken", resume=True)
+    assert (result.step, result.interrupted) == (12, False)
+    same_run(tmp_path / "whole", tmp_path / "broken")
+    assert [row["step"] for row in read_metrics(tmp_path / "whole") if "loss" in row] == list(range(1, 13))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_the_current_step_and_resumes(number: signal.Signals, tokens: Path, tmp_path: Path):
+    before = signal.getsignal(number)
+    train(tiny_config(tokens), tmp_path / "whole")
+    watcher = Recorder({5: lambda: os.kill(os.getpid(), number)})
+    result = train(tiny_config(tokens), tmp_path / "broken", progress=watcher)
+    assert result.interrupted
+    assert result.step == 5
+    assert "--resume" in watcher.notes[-1]
+    assert signal.getsignal(number) is before
+    assert checkpoint_steps(tmp_path / "broken" / "checkpoints") == [3, 5]
+    train(tiny_config(tokens), tmp_path / "broken", resume=True)
+    assert read_metrics(tmp_path / "whole") == read_metrics(tmp_path / "broken")
+
+
+def test_a_signal_during_an_evaluation_saves(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    train(tiny_config(tokens, save_every=5), tmp_path / "whole")
+    module = sys.modules["groundup.train.evaluate"]
+    real = module.validation_windows
+
+    def interrupted(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "validation_windows", interrupted)
+        result = train(tiny_config(tokens, save_every=5), tmp_path / "broken")
+    assert (result.step, result.interrupted) == (6, True)
+    assert checkpoint_steps(tmp_path / "broken" / "checkpoints") == [5, 6]
+    train(tiny_config(tokens, save_every=5), tmp_path / "broken", resume=True)
+    assert read_metrics(tmp_path / "whole") == read_metrics(tmp_path / "broken")
+
+
+def test_a_failing_evaluation_comes_after_the_save(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def out_of_memory(*args, **kwargs):
+        raise torch.OutOfMemoryError("no memory")
+
+    train(tiny_config(tokens), tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr("groundup.train.loop.evaluate", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            train(tiny_config(tokens), tmp_path / "broken")
+    assert checkpoint_steps(tmp_path / "broken" / "checkpoints") == [3, 6]
+    train(tiny_config(tokens), tmp_path / "broken", resume=True)
+    same_run(tmp_path / "whole", tmp_path / "broken")
+
+
+def test_metrics_are_cut_back_to_the_checkpoint(crashed: Path, tokens: Path):
+    log = crashed / "metrics.jsonl"
+    with open(log, "a") as file:
+        file.write('{"step": 9, "loss": 1.')  # torn by a kill
+    with pytest.raises(Crash):
+        train(tiny_config(tokens), crashed, resume=True, progress=Recorder({7: crash}))
+    assert [row["step"] for row in read_metrics(crashed)] == [1, 2, 3, 4, 5, 6, 6, 7]
+
+
+def test_lost_metrics_are_said(crashed: Path, tokens: Path):
+    (crashed / "metrics.jsonl").unlink()
+    watcher = Recorder()
+    train(tiny_config(tokens), crashed, resume=True, progress=watcher)
+    assert any("ends at step 0" in note for note in watcher.notes)
+
+
+def test_a_finished_run_has_nothing_left_to_do(tokens: Path, tmp_path: Path):
+    train(tiny_config(tokens), tmp_path / "run")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    result = train(tiny_config(tokens), tmp_path / "run", resume=True)
+    assert (result.step, result.interrupted) == (12, False)
+    assert result.valid_loss == read_metrics(tmp_path / "run")[-1]["valid_loss"]
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_resume_without_a_checkpoint_starts_at_0_and_says_so(tokens: Path, tmp_path: Path):
+    config = tiny_config(tokens)
+    train(config, tmp_path / "whole")
+    with pytest.raises(Crash):
+        train(config, tmp_path / "broken", progress=Recorder({2: crash}))
+    for out in (tmp_path / "broken", tmp_path / "new"):
+        watcher = Recorder()
+        train(config, out, resume=True, progress=watcher)
+        assert any("no complete checkpoint" in note for note in watcher.notes)
+        same_run(tmp_path / "whole", out)
+
+
+def test_a_run_is_not_overwritten(crashed: Path, tokens: Path):
+    before = (crashed / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match="holds a run; add --resume"):
+        train(tiny_config(tokens), crashed)
+    assert (crashed / "metrics.jsonl").read_bytes() == before
+
+
+def test_other_flags_are_refused_by_name(crashed: Path, tokens: Path):
+    given = tiny_config(tokens, optim={"lr": 1e-2}, steps=20)
+    with pytest.raises(UserError, match=r"optim\.lr is 0\.003 .* 0\.01 was given \(also: train\.steps\)"):
+        train(given, crashed, resume=True)
+
+
+def test_changed_fields_ignores_what_is_left_to_be_derived(tokens: Path):
+    saved = tiny_config(tokens)
+    assert changed_fields(saved, saved) == []
+    left = replace(saved, train=replace(saved.train, steps=0, device="auto"), model=replace(saved.model, d_ff=0))
+    assert changed_fields(saved, left) == []
+    here = replace(saved, data=replace(saved.data, path=os.path.relpath(saved.data.path)))
+    assert changed_fields(saved, here) == []
+    off = replace(saved, optim=replace(saved.optim, grad_clip=0.0, betas=(0.9, 0.99)))
+    assert changed_fields(saved, off) == [("optim.betas", [0.9, 0.95], [0.9, 0.99]), ("optim.grad_clip", 1.0, 0.0)]
+
+
+def test_an_edited_configuration_is_refused_by_name(crashed: Path, tokens: Path):
+    file = crashed / "config.toml"
+    file.write_text(file.read_text().replace("warmup_steps = 5", "warmup_steps = 6"))
+    with pytest.raises(UserError, match=r"optim\.warmup_steps = 6, but the checkpoint was trained with 5"):
+        train(tiny_config(tokens, optim={"warmup_steps": 6}), crashed, resume=True)
+
+
+def test_changed_data_is_refused(tmp_path: Path):
+    data = write_tokens(tmp_path / "tokens")
+    with pytest.raises(Crash):
+        train(tiny_config(data), tmp_path / "run", progress=Recorder({8: crash}))
+    rows = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    shutil.rmtree(data)
+    write_tokens(data, seed=5)
+    with pytest.raises(UserError, match="have changed since"):
+        train(tiny_config(data), tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == rows
+
+
+def test_moved_data_is_found_through_config_toml(tmp_path: Path):
+    data = write_tokens(tmp_path / "tokens")
+    train(tiny_config(data), tmp_path / "whole")
+    with pytest.raises(Crash):
+        train(tiny_config(data), tmp_path / "run", progress=Recorder({8: crash}))
+    moved = data.rename(tmp_path / "elsewhere")
+    file = tmp_path / "run" / "config.toml"
+    file.write_text(file.read_text().replace(str(data), str(moved)))
+    train(tiny_config(moved), tmp_path / "run", resume=True)
+    same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_two_processes_do_not_train_in_one_directory(tokens: Path, tmp_path: Path):
+    with RunDirectory(tmp_path / "run").locked(), pytest.raises(UserError, match="another process"):
+        train(tiny_config(tokens), tmp_path / "run")
+
+
+CHILD = """
+import sys, os, time
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from tiny_runs import tiny_config
+from groundup.train import train
+import groundup.files
+slow = float(os.environ.get("SLOW_FSYNC", "0"))
+real = groundup.files.fsync_path
+def fsync(path):
+    real(path)
+    time.sleep(slow)
+groundup.files.fsync_path = fsync
+train(tiny_config(Path({tokens!r}), steps={steps}), Path({out!r}), resume=True)
+"""
+
+
+def start_child(tokens: Path, out: Path, steps: int, **env: str) -> subprocess.Popen:
+    code = CHILD.format(tests=str(Path(__file__).parent), tokens=str(tokens), out=str(out), steps=steps)
+    return subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **env}, stderr=subprocess.PIPE)
+
+
+def wait_until(child: subprocess.Popen, ready) -> None:
+    """Poll until `ready()`; the child must not end before."""
+    limit = time.monotonic() + 60
+    while not ready():
+        assert child.poll() is None, child.stderr.read().decode()
+        assert time.monotonic() < limit
+        time.sleep(0.002)
+
+
+def lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def test_kill_9_then_resume_is_bit_exact(tokens: Path, tmp_path: Path):
+    train(tiny_config(tokens, steps=60), tmp_path / "whole")
+    out = tmp_path / "broken"
+    child = start_child(tokens, out, 60, SLOW_FSYNC="0.02")
+    wait_until(child, lambda: lines(out / "metrics.jsonl") >= 9)
+    child.kill()
+    child.wait()
+    assert lines(out / "metrics.jsonl") < 60
+    watcher = Recorder()
+    train(tiny_config(tokens, steps=60), out, resume=True, progress=watcher)
+    assert watcher.plans[0].first_step > 1
+    same_run(tmp_path / "whole", out)
+
+
+@pytest.mark.slow
+def test_many_kills_also_during_saves(tokens: Path, tmp_path: Path):
+    """Ten kills at growing rows, every other one while a checkpoint lies half-written aside."""
+    steps = 120
+    train(tiny_config(tokens, steps=steps), tmp_path / "whole")
+    out = tmp_path / "broken"
+    during_saves = 0
+    for kill in range(10):
+        child = start_child(tokens, out, steps, SLOW_FSYNC="0.05")
+        target = lines(out / "metrics.jsonl") + 5
+        wait_until(child, lambda target=target: lines(out / "metrics.jsonl") >= target)
+        if kill % 2:
+            wait_until(child, lambda: any((out / "checkpoints").glob(".step-*.tmp/*.safetensors")))
+        child.kill()
+        child.wait()
+        during_saves += any((out / "checkpoints").glob(".step-*.tmp"))
+    assert during_saves >= 4
+    train(tiny_config(tokens, steps=steps), out, resume=True)
+    same_run(tmp_path / "whole", out)
+    assert not any((out / "checkpoints").glob(".*"))
+
+
+def test_a_second_signal_ends_at_once():
+    """The handler's second call does not return: a step that hangs cannot hold the process."""
+    file = Path(sys.modules["groundup.train.interrupt"].__file__)
+    code = (
+        "import os, signal\n"
+        "from interrupt import Interrupt\n"
+        "with Interrupt() as interrupt:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    assert interrupt.requested\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    print('still here', flush=True)\n"
+    )
+    child = subprocess.run([sys.executable, "-c", code], cwd=file.parent, capture_output=True, check=False)
+    assert (child.returncode, child.stdout) == (130, b"")
+
+
+def test_state_json_says_what_it_holds(crashed: Path):
+    path = crashed / "checkpoints" / "step-00000006"
+    state = json.loads((path / "state.json").read_text())
+    assert (state["step"], state["tokens"]) == (6, 6 * 4 * 32)
+    assert set(state["files"]) == {MODEL, OPTIMIZER}
+    assert state["files"][MODEL]["bytes"] == (path / MODEL).stat().st_size
+    assert list(state["rng"]) == ["0"]
+    assert state["config"]["model.d_model"] == 32
