@@ -1,9 +1,17 @@
-//! The tokenizer's core.
-#[cfg(feature = "python")]
-use pyo3::prelude::*;
+//! The tokenizer's core: byte-level BPE, training and encoding. `python.rs` is the only file that knows Python.
+//!
+//! Training: `count` (files → pre-tokens → counts, with `scan`, `specials`, `words`), then `train` (counts → merges, with
+//! `queue` and `pairs`). Encoding: `encode`.
 
+pub mod count;
+pub mod encode;
+pub mod pairs;
 #[cfg(feature = "python")]
-#[pymodule]
-fn _core(_m: &Bound<'_, PyModule>) -> PyResult<()> {
-    Ok(())
-}
+mod python;
+pub mod queue;
+pub mod scan;
+pub mod specials;
+pub mod train;
+pub mod unicode;
+mod unicode_ranges;
+pub mod words;

@@ -1,0 +1,267 @@
+//! From files to word counts, on all cores.
+//!
+//! Files are memory-mapped and cut into blocks at places where a cut changes nothing (`Specials::is_cut`), so the counts
+//! do not depend on the number of threads or the size of the blocks. Each thread counts into its own table; the tables are
+//! added up at the end. Cost: one pass over the text. Memory: one table a thread.
+
+use std::fs::File;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+
+use crate::scan::{for_each_piece, is_safe_cut};
+use crate::specials::Specials;
+use crate::words::WordTable;
+
+/// Why counting stopped.
+#[derive(Debug)]
+pub enum CountError {
+    /// The file cannot be read: index of the file, reason.
+    Unreadable(usize, String),
+    /// Index of the file and byte offset of the first ill-formed UTF-8 sequence.
+    IllFormed(usize, u64),
+    Cancelled,
+}
+
+/// What to do with bytes that are not UTF-8.
+#[derive(Clone, Copy, PartialEq)]
+pub enum OnIllFormed {
+    Stop,
+    /// Replace each ill-formed sequence by U+FFFD, as Python's `errors="replace"` does, and count them.
+    Replace,
+}
+
+/// Word counts of the text seen so far.
+#[derive(Default)]
+pub struct Counted {
+    pub words: WordTable,
+    /// Sequences replaced by U+FFFD.
+    pub replaced: u64,
+    pub bytes: u64,
+}
+
+impl Counted {
+    /// Counts the pre-tokens of one block of text. The error is the offset of an ill-formed sequence.
+    pub fn add_block(&mut self, block: &[u8], specials: &Specials, policy: OnIllFormed) -> Result<(), usize> {
+        self.bytes += block.len() as u64;
+        match std::str::from_utf8(block) {
+            Ok(_) => self.add_text(block, specials),
+            Err(error) if policy == OnIllFormed::Stop => return Err(error.valid_up_to()),
+            Err(_) => {
+                self.replaced += block.utf8_chunks().filter(|chunk| !chunk.invalid().is_empty()).count() as u64;
+                self.add_text(String::from_utf8_lossy(block).as_bytes(), specials);
+            }
+        }
+        Ok(())
+    }
+
+    fn add_text(&mut self, text: &[u8], specials: &Specials) {
+        specials.split(
+            text,
+            &mut self.words,
+            |words, segment| for_each_piece(segment, |start, end| words.add(segment, start, end, 1)),
+            |_, _| {},
+        );
+    }
+
+    pub fn absorb(&mut self, other: Counted) {
+        self.words.absorb(other.words);
+        self.replaced += other.replaced;
+        self.bytes += other.bytes;
+    }
+}
+
+/// Ends of the blocks of a text, each about `size` bytes long.
+pub fn block_ends(text: &[u8], size: usize, specials: &Specials) -> Vec<usize> {
+    let mut ends = Vec::new();
+    let mut start = 0;
+    while start < text.len() {
+        let end =
+            (start + size.max(1)..text.len()).find(|&at| specials.is_cut(text, at, is_safe_cut)).unwrap_or(text.len());
+        ends.push(end);
+        start = end;
+    }
+    ends
+}
+
+/// Everything the worker threads share.
+struct Work<'a> {
+    texts: &'a [memmap2::Mmap],
+    /// (file, start, end) of every block.
+    blocks: &'a [(usize, usize, usize)],
+    next: AtomicUsize,
+    done: &'a AtomicU64,
+    cancel: &'a AtomicBool,
+    /// Set when some block holds ill-formed UTF-8: the others need not be looked at, but for those before it.
+    failed: AtomicUsize,
+}
+
+impl Work<'_> {
+    /// One thread's share: blocks until none is left. The error is (file, offset).
+    fn count(&self, specials: &Specials, policy: OnIllFormed) -> Result<Counted, (usize, u64)> {
+        let mut counted = Counted::default();
+        loop {
+            let index = self.next.fetch_add(1, Ordering::Relaxed);
+            if index >= self.blocks.len() || self.cancel.load(Ordering::Relaxed) {
+                return Ok(counted);
+            }
+            if index > self.failed.load(Ordering::Relaxed) {
+                return Ok(counted);
+            }
+            let (file, start, end) = self.blocks[index];
+            if let Err(offset) = counted.add_block(&self.texts[file][start..end], specials, policy) {
+                self.failed.fetch_min(index, Ordering::Relaxed);
+                return Err((file, (start + offset) as u64));
+            }
+            self.done.fetch_add((end - start) as u64, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Size of a block in bytes: small enough to share work out, large enough for the cuts not to count.
+const BLOCK: usize = 1 << 20;
+
+/// Counts the pre-tokens of whole files. `done` is raised by the bytes finished; setting `cancel` ends the work soon.
+pub fn count_files(
+    paths: &[PathBuf],
+    specials: &Specials,
+    policy: OnIllFormed,
+    threads: usize,
+    done: &AtomicU64,
+    cancel: &AtomicBool,
+) -> Result<Counted, CountError> {
+    let mut texts = Vec::new();
+    let mut files = Vec::new();
+    for (index, path) in paths.iter().enumerate() {
+        let unreadable = |error: std::io::Error| CountError::Unreadable(index, error.to_string());
+        let file = File::open(path).map_err(unreadable)?;
+        if file.metadata().map_err(unreadable)?.len() > 0 {
+            // SAFETY: the mapping is private and read-only. Another process that shortens the file meanwhile would end
+            // this one with SIGBUS; every reader of memory-mapped files accepts that, and no memory of ours is at stake.
+            texts.push(unsafe { memmap2::Mmap::map(&file) }.map_err(unreadable)?);
+            files.push(index);
+        }
+    }
+    let mut blocks = Vec::new();
+    for (file, text) in texts.iter().enumerate() {
+        let mut start = 0;
+        for end in block_ends(text, BLOCK, specials) {
+            blocks.push((file, start, end));
+            start = end;
+        }
+    }
+    let work = Work {
+        texts: &texts,
+        blocks: &blocks,
+        next: AtomicUsize::new(0),
+        done,
+        cancel,
+        failed: AtomicUsize::new(usize::MAX),
+    };
+    let results = on_threads(threads.min(blocks.len()), || work.count(specials, policy));
+    if cancel.load(Ordering::Relaxed) {
+        return Err(CountError::Cancelled);
+    }
+    let mut total = Counted::default();
+    let mut first_error = None;
+    for result in results {
+        match result {
+            Ok(counted) if total.words.is_empty() => {
+                let (bytes, replaced) = (total.bytes, total.replaced);
+                total = counted;
+                total.bytes += bytes;
+                total.replaced += replaced;
+            }
+            Ok(counted) => total.absorb(counted),
+            Err(place) => first_error = Some(first_error.map_or(place, |first: (usize, u64)| first.min(place))),
+        }
+    }
+    match first_error {
+        Some((file, offset)) => Err(CountError::IllFormed(files[file], offset)),
+        None => Ok(total),
+    }
+}
+
+/// Runs `work` on each of `threads` threads and returns what each returned.
+///
+/// The pool lives for this call only. A pool kept between calls would be dead in a forked child, which then waits for
+/// ever; starting a thread costs some ten microseconds, which the callers' work outweighs a thousandfold.
+pub fn on_threads<R: Send>(threads: usize, work: impl Fn() -> R + Sync) -> Vec<R> {
+    if threads > 1 {
+        if let Ok(pool) = rayon::ThreadPoolBuilder::new().num_threads(threads).build() {
+            return pool.broadcast(|_| work());
+        }
+    }
+    vec![work()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashMap;
+
+    fn table(words: &WordTable) -> HashMap<Vec<u8>, u64> {
+        let mut found = HashMap::new();
+        words.for_each(|word, count| assert!(found.insert(word.to_vec(), count).is_none()));
+        found
+    }
+
+    const TEXT: &str = "It's a dog. <|end|>The dog's 2nd   day\n\n中文 中文<|end|> it's\u{3000}over <|end|";
+
+    #[test]
+    fn blocks_of_any_size_count_alike() {
+        let specials = Specials::new(&[b"<|end|>".to_vec(), b"dog. <".to_vec()]).unwrap();
+        let mut whole = Counted::default();
+        whole.add_block(TEXT.as_bytes(), &specials, OnIllFormed::Stop).unwrap();
+        for size in 1..TEXT.len() {
+            let mut parts = Counted::default();
+            let mut start = 0;
+            for end in block_ends(TEXT.as_bytes(), size, &specials) {
+                parts.add_block(&TEXT.as_bytes()[start..end], &specials, OnIllFormed::Stop).unwrap();
+                start = end;
+            }
+            assert_eq!(table(&parts.words), table(&whole.words), "block size {size}");
+        }
+    }
+
+    #[test]
+    fn ill_formed_text_stops_or_is_replaced() {
+        let specials = Specials::default();
+        let mut counted = Counted::default();
+        assert_eq!(counted.add_block(b"ab\xFFcd", &specials, OnIllFormed::Stop), Err(2));
+        let mut counted = Counted::default();
+        counted.add_block(b"ab\xFF\xE4\xB8cd", &specials, OnIllFormed::Replace).unwrap();
+        assert_eq!(counted.replaced, 2);
+        assert_eq!(table(&counted.words)["\u{FFFD}\u{FFFD}".as_bytes()], 1);
+    }
+
+    #[test]
+    fn files_are_counted_on_any_number_of_threads() {
+        let directory = std::env::temp_dir().join(format!("groundup-count-{}", std::process::id()));
+        std::fs::create_dir_all(&directory).unwrap();
+        let paths: Vec<PathBuf> = (0..3).map(|i| directory.join(format!("{i}.txt"))).collect();
+        std::fs::write(&paths[0], TEXT.repeat(30_000)).unwrap();
+        std::fs::write(&paths[1], "").unwrap();
+        std::fs::write(&paths[2], TEXT).unwrap();
+        let specials = Specials::new(&[b"<|end|>".to_vec()]).unwrap();
+        let run = |paths: &[PathBuf], threads| {
+            count_files(paths, &specials, OnIllFormed::Stop, threads, &AtomicU64::new(0), &AtomicBool::new(false))
+        };
+        let one = run(&paths, 1).unwrap();
+        let three = run(&paths, 3).unwrap();
+        assert_eq!(one.bytes, 30_001 * TEXT.len() as u64);
+        assert_eq!((three.bytes, table(&three.words)), (one.bytes, table(&one.words)));
+        let bad = directory.join("bad.txt");
+        let mut text = TEXT.repeat(60_000).into_bytes();
+        text.extend(b"\xFF");
+        text.extend(TEXT.repeat(60_000).into_bytes());
+        text.extend(b"\xFF");
+        std::fs::write(&bad, text).unwrap();
+        let place = match run(&[paths[0].clone(), bad], 3) {
+            Err(CountError::IllFormed(file, offset)) => (file, offset),
+            _ => panic!("an error was due"),
+        };
+        assert_eq!(place, (1, 60_000 * TEXT.len() as u64));
+        assert!(matches!(run(&[directory.join("none")], 1), Err(CountError::Unreadable(0, _))));
+        std::fs::remove_dir_all(directory).unwrap();
+    }
+}

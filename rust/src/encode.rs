@@ -1,0 +1,423 @@
+//! Byte-pair encoding, use: from text to ids and back.
+//!
+//! A text is split at special tokens, each segment into pre-tokens, each pre-token into bytes; then the adjacent pair with
+//! the lowest rank is merged, the leftmost first, until no pair has a rank. Text repeats itself, so a bounded cache
+//! remembers the ids of short pieces. Pieces up to `SMALL` bytes are merged by scanning for the lowest rank (quadratic, but
+//! within a few cache lines); longer ones with a heap, O(n log n) whatever they hold. Nothing here recurses.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use crate::pairs::PairTable;
+use crate::scan::{for_each_piece, is_safe_cut};
+use crate::specials::Specials;
+use crate::words::{hash, pack, PACKED};
+
+/// Longest piece, in bytes, that is merged by plain scanning.
+const SMALL: usize = 48;
+const NO_RANK: u32 = u32::MAX;
+
+/// A vocabulary with its merges, ready for use.
+pub struct Model {
+    /// All tokens' bytes, one after the other; token i is `bytes[starts[i]..starts[i + 1]]`.
+    bytes: Vec<u8>,
+    starts: Vec<usize>,
+    /// Ids below the size of the vocabulary that stand for no token.
+    holes: Vec<bool>,
+    byte_ids: [u32; 256],
+    /// Pair of ids → rank.
+    ranks: PairTable,
+    /// Rank → id of the merged token.
+    merged: Vec<u32>,
+    specials: Specials,
+    special_ids: Vec<u32>,
+}
+
+/// Where ids go: 16 or 32 bits wide.
+pub trait Sink {
+    fn put(&mut self, id: u32);
+}
+
+impl Sink for Vec<u32> {
+    #[inline]
+    fn put(&mut self, id: u32) {
+        self.push(id);
+    }
+}
+
+/// Only for vocabularies of at most 65,536 tokens.
+impl Sink for Vec<u16> {
+    #[inline]
+    fn put(&mut self, id: u32) {
+        self.push(id as u16);
+    }
+}
+
+impl Model {
+    /// `tokens[id]` are the bytes of an id (None: no such id), `merges` are (left id, right id, merged id) by rank. The
+    /// error is a text for the user.
+    pub fn new(
+        tokens: &[Option<Vec<u8>>],
+        merges: &[(u32, u32, u32)],
+        specials: &[(Vec<u8>, u32)],
+    ) -> Result<Self, String> {
+        let mut byte_ids = [u32::MAX; 256];
+        let special_ids: Vec<u32> = specials.iter().map(|special| special.1).collect();
+        for (id, token) in tokens.iter().enumerate().rev() {
+            if let Some(&[byte]) = token.as_deref() {
+                if !special_ids.contains(&(id as u32)) {
+                    byte_ids[byte as usize] = id as u32;
+                }
+            }
+        }
+        if let Some(byte) = byte_ids.iter().position(|&id| id == u32::MAX) {
+            return Err(format!("the vocabulary has no token for the byte 0x{byte:02x}"));
+        }
+        let mut starts = vec![0];
+        let mut bytes = Vec::new();
+        for token in tokens {
+            bytes.extend_from_slice(token.as_deref().unwrap_or_default());
+            starts.push(bytes.len());
+        }
+        let mut ranks = PairTable::with_capacity(merges.len());
+        for (rank, &(left, right, _)) in merges.iter().enumerate() {
+            ranks.get_or_insert(left, right, rank as u32);
+        }
+        let names: Vec<Vec<u8>> = specials.iter().map(|special| special.0.clone()).collect();
+        Ok(Model {
+            bytes,
+            starts,
+            holes: tokens.iter().map(Option::is_none).collect(),
+            byte_ids,
+            ranks,
+            merged: merges.iter().map(|merge| merge.2).collect(),
+            specials: Specials::new(&names)?,
+            special_ids,
+        })
+    }
+
+    /// One more than the highest id.
+    pub fn size(&self) -> usize {
+        self.holes.len()
+    }
+
+    #[inline]
+    fn token(&self, id: u32) -> &[u8] {
+        &self.bytes[self.starts[id as usize]..self.starts[id as usize + 1]]
+    }
+
+    #[inline]
+    fn rank(&self, left: u32, right: u32) -> u32 {
+        self.ranks.get(left, right).unwrap_or(NO_RANK)
+    }
+
+    /// Appends the ids of a text to `out`. Without `specials`, special tokens count as ordinary text.
+    pub fn encode<S: Sink>(&self, text: &[u8], specials: bool, cache: &mut Cache, out: &mut S) {
+        if !specials {
+            self.encode_segment(text, cache, out);
+            return;
+        }
+        self.specials.split(
+            text,
+            &mut (cache, out),
+            |(cache, out), segment| self.encode_segment(segment, cache, *out),
+            |(_, out), index| out.put(self.special_ids[index]),
+        );
+    }
+
+    fn encode_segment<S: Sink>(&self, text: &[u8], cache: &mut Cache, out: &mut S) {
+        for_each_piece(text, |start, end| {
+            if end - start > PACKED {
+                self.encode_piece(&text[start..end], &mut cache.work);
+                cache.work.ids.iter().for_each(|&id| out.put(id));
+                return;
+            }
+            let key = pack(text, start, end);
+            let place = hash(key) as usize & (cache.entries.len() - 1);
+            let entry = &cache.entries[place];
+            if entry.key == key {
+                entry.ids[..entry.count as usize].iter().for_each(|&id| out.put(id));
+                return;
+            }
+            self.encode_piece(&text[start..end], &mut cache.work);
+            let ids = &cache.work.ids;
+            ids.iter().for_each(|&id| out.put(id));
+            if ids.len() <= INLINE {
+                let mut inline = [0; INLINE];
+                inline[..ids.len()].copy_from_slice(ids);
+                cache.entries[place] = Entry { key, ids: inline, count: ids.len() as u32 };
+            }
+        });
+    }
+
+    /// Leaves the ids of one piece in `work.ids`.
+    fn encode_piece(&self, piece: &[u8], work: &mut Work) {
+        work.ids.clear();
+        if piece.len() <= SMALL {
+            self.encode_small(piece, &mut work.ids);
+        } else {
+            self.encode_long(piece, work);
+        }
+    }
+
+    fn encode_small(&self, piece: &[u8], out: &mut Vec<u32>) {
+        let mut ids = [0; SMALL];
+        let mut ranks = [NO_RANK; SMALL];
+        let mut length = piece.len();
+        for (id, &byte) in ids.iter_mut().zip(piece) {
+            *id = self.byte_ids[byte as usize];
+        }
+        for at in 0..length - 1 {
+            ranks[at] = self.rank(ids[at], ids[at + 1]);
+        }
+        loop {
+            let (mut best, mut at) = (NO_RANK, 0);
+            for (place, &rank) in ranks[..length - 1].iter().enumerate() {
+                if rank < best {
+                    (best, at) = (rank, place);
+                }
+            }
+            if best == NO_RANK {
+                break;
+            }
+            ids[at] = self.merged[best as usize];
+            ids.copy_within(at + 2..length, at + 1);
+            ranks.copy_within(at + 1..length, at);
+            length -= 1;
+            ranks[length - 1] = NO_RANK;
+            if at + 1 < length {
+                ranks[at] = self.rank(ids[at], ids[at + 1]);
+            }
+            if at > 0 {
+                ranks[at - 1] = self.rank(ids[at - 1], ids[at]);
+            }
+        }
+        out.extend_from_slice(&ids[..length]);
+    }
+
+    /// One slot a byte; a token's id stands in its first slot, and marked with `LAST` in its last one, so that both
+    /// neighbours are found without links. A heap entry is (rank, first slot) in one number; it is stale when the
+    /// pair at that place has another rank by now.
+    fn encode_long(&self, piece: &[u8], work: &mut Work) {
+        const LAST: u32 = 1 << 31;
+        const INNER: u32 = u32::MAX;
+        let span = |id: u32| self.starts[id as usize + 1] - self.starts[id as usize];
+        let slots = &mut work.slots;
+        slots.clear();
+        slots.extend(piece.iter().map(|&byte| self.byte_ids[byte as usize]));
+        let mut entries = std::mem::take(&mut work.heap).into_vec();
+        entries.clear();
+        for at in 0..slots.len() - 1 {
+            let rank = self.rank(slots[at], slots[at + 1]);
+            if rank != NO_RANK {
+                entries.push(Reverse((rank as u64) << 32 | at as u64));
+            }
+        }
+        let mut heap = BinaryHeap::from(entries);
+        while let Some(Reverse(entry)) = heap.pop() {
+            let (rank, at) = ((entry >> 32) as u32, entry as u32 as usize);
+            let left = slots[at];
+            if left & LAST != 0 {
+                continue; // inside a token, or its last slot
+            }
+            let middle = at + span(left);
+            if middle >= slots.len() || self.rank(left, slots[middle]) != rank {
+                continue;
+            }
+            let end = middle + span(slots[middle]);
+            let new = self.merged[rank as usize];
+            slots[middle - 1] = INNER;
+            slots[middle] = INNER;
+            slots[at] = new;
+            slots[end - 1] = new | LAST;
+            if at > 0 {
+                let before = slots[at - 1] & !LAST;
+                let rank = self.rank(before, new);
+                if rank != NO_RANK {
+                    heap.push(Reverse((rank as u64) << 32 | (at - span(before)) as u64));
+                }
+            }
+            if end < slots.len() {
+                let rank = self.rank(new, slots[end]);
+                if rank != NO_RANK {
+                    heap.push(Reverse((rank as u64) << 32 | at as u64));
+                }
+            }
+        }
+        work.heap = heap;
+        let mut at = 0;
+        while at < slots.len() {
+            work.ids.push(slots[at]);
+            at += span(slots[at]);
+        }
+        if slots.capacity() > KEPT {
+            *work = Work { ids: std::mem::take(&mut work.ids), ..Work::default() };
+        }
+    }
+
+    /// Appends the bytes of the ids. The error is the first id that the vocabulary does not have.
+    pub fn decode(&self, ids: impl Iterator<Item = u64>, out: &mut Vec<u8>) -> Result<(), u64> {
+        for id in ids {
+            if id >= self.size() as u64 || self.holes[id as usize] {
+                return Err(id);
+            }
+            out.extend_from_slice(self.token(id as u32));
+        }
+        Ok(())
+    }
+}
+
+/// Ids that a cache entry holds.
+const INLINE: usize = 3;
+/// Entries of a cache (2 MB).
+const ENTRIES: usize = 1 << 16;
+/// Work space beyond this many slots is given back after use.
+const KEPT: usize = 1 << 16;
+
+#[derive(Clone, Copy, Default)]
+struct Entry {
+    key: u128,
+    ids: [u32; INLINE],
+    count: u32,
+}
+
+#[derive(Default)]
+struct Work {
+    ids: Vec<u32>,
+    slots: Vec<u32>,
+    heap: BinaryHeap<Reverse<u64>>,
+}
+
+/// What one thread needs for encoding: remembered pieces (direct-mapped, fixed in size) and work space.
+pub struct Cache {
+    entries: Vec<Entry>,
+    work: Work,
+}
+
+impl Default for Cache {
+    fn default() -> Self {
+        Cache { entries: vec![Entry::default(); ENTRIES], work: Work::default() }
+    }
+}
+
+/// A text that arrives in parts. The ids do not depend on where it is cut: what could still change waits.
+#[derive(Default)]
+pub struct Stream {
+    pending: Vec<u8>,
+    /// Not worth looking for a cut before this many bytes are there (doubled after a vain search: linear in total).
+    patience: usize,
+}
+
+impl Stream {
+    /// Takes a part and appends the ids that are certain by now.
+    pub fn feed<S: Sink>(&mut self, model: &Model, part: &[u8], cache: &mut Cache, out: &mut S) {
+        self.pending.extend_from_slice(part);
+        if self.pending.len() < self.patience {
+            return;
+        }
+        // A character or a special token that begins later than this might not be complete yet.
+        let visible = (self.pending.len() + 1).saturating_sub(model.specials.longest().max(4));
+        let text = &self.pending;
+        match (1..=visible).rev().find(|&at| model.specials.is_cut(text, at, is_safe_cut)) {
+            Some(at) => {
+                model.encode(&self.pending[..at], true, cache, out);
+                self.pending.drain(..at);
+                self.patience = 0;
+            }
+            None => self.patience = self.pending.len() * 2,
+        }
+    }
+
+    /// The rest of the ids.
+    pub fn finish<S: Sink>(&mut self, model: &Model, cache: &mut Cache, out: &mut S) {
+        model.encode(&self.pending, true, cache, out);
+        *self = Stream::default();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A model over a, b and c with a few merges, some of which overlap themselves.
+    fn model() -> Model {
+        let mut tokens: Vec<Option<Vec<u8>>> = (0..=255u8).map(|byte| Some(vec![byte])).collect();
+        let mut merges = Vec::new();
+        for (left, right) in
+            [("a", "a"), ("a", "b"), ("aa", "aa"), ("b", "c"), ("aa", "ab"), (" ", "a"), ("aaaa", "a"), ("bc", "bc")]
+        {
+            let find = |name: &str| tokens.iter().position(|t| t.as_deref() == Some(name.as_bytes())).unwrap() as u32;
+            merges.push((find(left), find(right), tokens.len() as u32));
+            tokens.push(Some([left.as_bytes(), right.as_bytes()].concat()));
+        }
+        let specials = vec![(b"<e>".to_vec(), tokens.len() as u32), (b"<e><e>".to_vec(), tokens.len() as u32 + 1)];
+        tokens.extend(specials.iter().map(|special| Some(special.0.clone())));
+        Model::new(&tokens, &merges, &specials).unwrap()
+    }
+
+    /// The definition: merge the leftmost pair of the lowest rank until there is none.
+    fn plain(model: &Model, piece: &[u8]) -> Vec<u32> {
+        let mut ids: Vec<u32> = piece.iter().map(|&byte| model.byte_ids[byte as usize]).collect();
+        loop {
+            let ranked = ids.windows(2).enumerate().map(|(at, pair)| (model.rank(pair[0], pair[1]), at));
+            match ranked.min() {
+                Some((rank, at)) if rank != NO_RANK => {
+                    ids[at] = model.merged[rank as usize];
+                    ids.remove(at + 1);
+                }
+                _ => return ids,
+            }
+        }
+    }
+
+    fn random_text(state: &mut u64, length: usize) -> Vec<u8> {
+        let mut text = Vec::new();
+        while text.len() < length {
+            *state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            let parts: [&[u8]; 9] = [b"a", b"a", b"aa", b"b", b"c", b"bc", b" ", b"<e>", "中".as_bytes()];
+            text.extend(parts[(*state >> 33) as usize % parts.len()]);
+        }
+        text
+    }
+
+    #[test]
+    fn pieces_equal_the_definition_at_any_length() {
+        let (model, mut state) = (model(), 3);
+        for round in 0..600 {
+            let piece = random_text(&mut state, 1 + round % 150);
+            let mut work = Work::default();
+            model.encode_piece(&piece, &mut work);
+            assert_eq!(work.ids, plain(&model, &piece));
+            work.ids.clear();
+            if piece.len() > 1 {
+                model.encode_long(&piece, &mut work);
+                assert_eq!(work.ids, plain(&model, &piece));
+            }
+        }
+    }
+
+    #[test]
+    fn streams_give_the_same_ids_wherever_they_are_cut() {
+        let (model, mut state, mut cache) = (model(), 5, Cache::default());
+        for _ in 0..60 {
+            let text = random_text(&mut state, 40);
+            let mut whole: Vec<u32> = Vec::new();
+            model.encode(&text, true, &mut cache, &mut whole);
+            let mut back = Vec::new();
+            model.decode(whole.iter().map(|&id| id as u64), &mut back).unwrap();
+            assert_eq!(back, text);
+            for size in 1..text.len() {
+                let (mut stream, mut ids) = (Stream::default(), Vec::<u32>::new());
+                text.chunks(size).for_each(|part| stream.feed(&model, part, &mut cache, &mut ids));
+                stream.finish(&model, &mut cache, &mut ids);
+                assert_eq!(ids, whole, "{:?} in parts of {size}", String::from_utf8_lossy(&text));
+            }
+        }
+    }
+
+    #[test]
+    fn unknown_ids_and_missing_bytes_are_errors() {
+        assert_eq!(model().decode([97, 9999].into_iter(), &mut Vec::new()), Err(9999));
+        assert!(Model::new(&[Some(b"a".to_vec())], &[], &[]).is_err_and(|error| error.contains("0x00")));
+    }
+}

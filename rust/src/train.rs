@@ -1,0 +1,498 @@
+//! Byte-pair encoding, training: the merge loop.
+//!
+//! Repeat: take the most frequent pair of adjacent symbols, replace it by a new symbol everywhere. Done plainly this is a
+//! pass over all words a merge; here a merge touches only the places where the pair stands.
+//!
+//! **Words** lie in one array of slots, a slot a symbol at first, each word followed by at least one `NONE`. A merged
+//! symbol keeps its slots: its number stands in the first and in the last of them. So both neighbours of a symbol are
+//! found in O(1) in words of any length, without links, and an occurrence is simply the first slot of its left symbol.
+//!
+//! **Occurrence lists** may hold places that are gone; each is checked when its turn comes. A pair that holds the new
+//! symbol can only arise during the merge which makes it, so its list is complete from the start, in ascending order
+//! (which gives "aaa" its left-to-right reading).
+//!
+//! **Rounds.** Most pairs are far too rare ever to be merged. A round keeps lists, counts and queue entries only for pairs
+//! that occur at least `floor` times; rarer ones are not even remembered. When the queue runs dry the next round
+//! lowers the floor, packs the words (every symbol one slot again, words of one symbol dropped) and counts afresh.
+//! The result does not depend on the floor.
+//!
+//! **Queue.** Counts fall while an entry waits. A popped entry whose count is stale goes back with the true one.
+//!
+//! Cost: O(text symbols) a round and O(occurrences) over all merges, plus the queue's logarithm.
+
+use crate::pairs::PairTable;
+use crate::queue::{Candidate, Queue, Symbols};
+use crate::words::WordTable;
+use std::collections::HashMap;
+
+/// No symbol: the slots after a word.
+const NONE: u32 = u32::MAX;
+/// A slot inside a symbol.
+const INNER: u32 = u32::MAX - 1;
+/// Words start at multiples of this, so that the count of a word is found from any of its slots.
+const GRANULE: usize = 4;
+/// Slots are numbered by u32.
+const MAX_SLOTS: usize = u32::MAX as usize - 2;
+
+/// A pair that is frequent enough to be remembered.
+struct Pair {
+    count: i64,
+    left: u32,
+    right: u32,
+    /// Its occurrence list within `Trainer::places`.
+    start: usize,
+    length: usize,
+}
+
+/// What one merge changes beside one kind of neighbour.
+#[derive(Clone, Copy, Default)]
+struct Change {
+    removed: i64,
+    added: i64,
+    places: u32,
+    /// Where the next place goes while lists are written; `usize::MAX`: the pair is too rare for a list.
+    cursor: usize,
+}
+
+/// The changes on one side of the merged pair, by neighbour.
+#[derive(Default)]
+struct Side {
+    changes: Vec<Change>,
+    touched: Vec<u32>,
+    /// (neighbour, place of the new pair)
+    found: Vec<(u32, u32)>,
+}
+
+impl Side {
+    #[inline]
+    fn at(&mut self, neighbour: u32) -> &mut Change {
+        let change = &mut self.changes[neighbour as usize];
+        if change.places == 0 {
+            self.touched.push(neighbour);
+        }
+        change
+    }
+}
+
+/// Merges in order, as pairs of byte strings.
+pub type Merges = Vec<(Vec<u8>, Vec<u8>)>;
+
+/// Why training stopped.
+#[derive(Debug, PartialEq)]
+pub enum TrainError {
+    Cancelled,
+    /// More than 2^32 symbols in distinct words.
+    TooLarge,
+}
+
+pub struct Trainer {
+    slots: Vec<u32>,
+    /// Count of the word that owns a granule; u32::MAX: look into `large`.
+    weights: Vec<u32>,
+    /// (granule, count) of words with huge counts, ascending.
+    large: Vec<(u32, u64)>,
+    symbols: Symbols,
+    /// Slots that a symbol takes in this round.
+    spans: Vec<u32>,
+    by_bytes: HashMap<Box<[u8]>, u32>,
+    pairs: Vec<Pair>,
+    table: PairTable,
+    places: Vec<u32>,
+    queue: Queue,
+    floor: i64,
+    left: Side,
+    right: Side,
+}
+
+impl Trainer {
+    pub fn new(words: &WordTable) -> Result<Self, TrainError> {
+        let size_of = |word: &[u8]| if word.len() < 2 { 0 } else { (word.len() + 1).next_multiple_of(GRANULE) };
+        let mut total = GRANULE;
+        words.for_each(|word, _| total += size_of(word));
+        if total > MAX_SLOTS {
+            return Err(TrainError::TooLarge);
+        }
+        let mut trainer = Trainer {
+            slots: vec![NONE; total],
+            weights: vec![0; total / GRANULE],
+            large: Vec::new(),
+            symbols: Symbols::default(),
+            spans: vec![1; 256],
+            by_bytes: HashMap::new(),
+            pairs: Vec::new(),
+            table: PairTable::with_capacity(0),
+            places: Vec::new(),
+            queue: Queue::default(),
+            floor: 1,
+            left: Side::default(),
+            right: Side::default(),
+        };
+        for byte in 0..=255u8 {
+            trainer.symbols.push([byte].into());
+            trainer.by_bytes.insert([byte].into(), byte as u32);
+        }
+        let mut at = GRANULE;
+        words.for_each(|word, count| {
+            let size = size_of(word);
+            if size > 0 {
+                for (slot, &byte) in trainer.slots[at..].iter_mut().zip(word) {
+                    *slot = byte as u32;
+                }
+                trainer.set_weight(at, size, count);
+                at += size;
+            }
+        });
+        Ok(trainer)
+    }
+
+    /// Finds up to `wanted` merges, as pairs of byte strings. `tick(done)` returning false cancels.
+    pub fn run(&mut self, wanted: usize, tick: &mut dyn FnMut(usize) -> bool) -> Result<Merges, TrainError> {
+        let mut merges = Vec::new();
+        self.begin_round(wanted);
+        while merges.len() < wanted {
+            if !tick(merges.len()) {
+                return Err(TrainError::Cancelled);
+            }
+            match self.pop() {
+                Some(pair) => {
+                    let (left, right) = (self.pairs[pair].left, self.pairs[pair].right);
+                    merges.push((self.symbols.bytes(left).to_vec(), self.symbols.bytes(right).to_vec()));
+                    self.merge(pair, wanted - merges.len());
+                }
+                None if self.floor == 1 => break,
+                None => self.begin_round(wanted - merges.len()),
+            }
+        }
+        Ok(merges)
+    }
+
+    /// The pair to merge next, if one occurs at least `floor` times.
+    fn pop(&mut self) -> Option<usize> {
+        while let Some(candidate) = self.queue.pop(&self.symbols) {
+            let count = self.pairs[candidate.pair as usize].count;
+            if count == candidate.count {
+                return Some(candidate.pair as usize);
+            }
+            if count >= self.floor {
+                self.queue.push(Candidate { count, ..candidate }, &self.symbols);
+            }
+        }
+        None
+    }
+
+    /// Replaces the pair by its symbol everywhere and brings counts, lists and queue up to date.
+    fn merge(&mut self, pair: usize, remaining: usize) {
+        let Pair { left: a, right: b, start, length, .. } = self.pairs[pair];
+        let (new, fresh) = self.symbol_for(a, b);
+        self.pairs[pair].count = 0;
+        let (span_a, span_b) = (self.spans[a as usize] as usize, self.spans[b as usize] as usize);
+        for index in start..start + length {
+            let at = self.places[index] as usize;
+            let middle = at + span_a;
+            if self.slots[at] != a || self.slots[middle] != b {
+                continue;
+            }
+            let end = middle + span_b;
+            let count = self.weight(at);
+            let (before, after) = (self.slots[at - 1], self.slots[end]);
+            self.slots[middle - 1] = INNER;
+            self.slots[middle] = INNER;
+            self.slots[at] = new;
+            self.slots[end - 1] = new;
+            if before != NONE {
+                let change = self.left.at(before);
+                change.added += count;
+                change.places += 1;
+                if before == new {
+                    // "abab": the first half was merged just now and has counted `a` as its right neighbour.
+                    self.right.at(a).added -= count;
+                } else {
+                    change.removed += count;
+                }
+                self.left.found.push((before, (at - self.spans[before as usize] as usize) as u32));
+            }
+            if after != NONE {
+                let change = self.right.at(after);
+                change.added += count;
+                change.removed += count;
+                change.places += 1;
+                self.right.found.push((after, at as u32));
+            }
+        }
+        if fresh {
+            self.apply(a, b, new);
+        } else {
+            // A second way to the same byte string: pairs with it may exist already, remembered or not. Very rare.
+            self.forget();
+            self.begin_round(remaining);
+        }
+    }
+
+    /// The symbol of the merged bytes, and whether it is new. Every merge takes a number, so that merge i makes id 256 + i;
+    /// bytes that exist already keep their first number in the words.
+    fn symbol_for(&mut self, a: u32, b: u32) -> (u32, bool) {
+        let bytes: Box<[u8]> = [self.symbols.bytes(a), self.symbols.bytes(b)].concat().into();
+        let number = self.symbols.count() as u32;
+        self.symbols.push(bytes.clone());
+        self.spans.push(self.spans[a as usize] + self.spans[b as usize]);
+        let symbol = *self.by_bytes.entry(bytes).or_insert(number);
+        (symbol, symbol == number)
+    }
+
+    /// Books the changes of a merge: old pairs lose, pairs with the new symbol enter if they are frequent enough.
+    fn apply(&mut self, a: u32, b: u32, new: u32) {
+        for is_left in [true, false] {
+            let side = if is_left { &mut self.left } else { &mut self.right };
+            for &neighbour in &side.touched {
+                let change = &mut side.changes[neighbour as usize];
+                let (old, fresh) =
+                    if is_left { ((neighbour, a), (neighbour, new)) } else { ((b, neighbour), (new, neighbour)) };
+                if old != (a, b) {
+                    if let Some(pair) = self.table.get(old.0, old.1) {
+                        self.pairs[pair as usize].count -= change.removed;
+                    }
+                }
+                change.cursor = usize::MAX;
+                if change.added >= self.floor {
+                    let pair = self.pairs.len() as u32;
+                    self.table.get_or_insert(fresh.0, fresh.1, pair);
+                    change.cursor = self.places.len();
+                    let length = change.places as usize;
+                    let (left, right, count) = (fresh.0, fresh.1, change.added);
+                    self.pairs.push(Pair { count, left, right, start: change.cursor, length });
+                    self.places.resize(self.places.len() + length, 0);
+                    self.queue.push(Candidate { count, left, right, pair }, &self.symbols);
+                }
+            }
+            for (neighbour, place) in side.found.drain(..) {
+                let change = &mut side.changes[neighbour as usize];
+                if change.cursor != usize::MAX {
+                    self.places[change.cursor] = place;
+                    change.cursor += 1;
+                }
+            }
+            for neighbour in side.touched.drain(..) {
+                side.changes[neighbour as usize] = Change::default();
+            }
+        }
+    }
+
+    /// Drops the changes of a merge that was not booked.
+    fn forget(&mut self) {
+        for side in [&mut self.left, &mut self.right] {
+            side.found.clear();
+            for neighbour in side.touched.drain(..) {
+                side.changes[neighbour as usize] = Change::default();
+            }
+        }
+    }
+
+    /// Packs the words, counts all pairs, lowers the floor and lists the occurrences of the pairs above it.
+    fn begin_round(&mut self, remaining: usize) {
+        self.pack();
+        let room = self.symbols.count() + remaining;
+        for side in [&mut self.left, &mut self.right] {
+            side.changes.resize(room, Change::default());
+        }
+        self.places = Vec::new();
+        self.queue.clear();
+        self.table = PairTable::with_capacity(1 << 12);
+        let mut pairs: Vec<Pair> = Vec::new();
+        let mut table = PairTable::with_capacity(1 << 12);
+        for at in GRANULE..self.slots.len() {
+            let (left, right) = (self.slots[at], self.slots[at - 1]);
+            if left == NONE || right == NONE {
+                continue;
+            }
+            let (left, right) = (right, left);
+            let fresh = pairs.len() as u32;
+            let pair = table.get_or_insert(left, right, fresh);
+            if pair == fresh {
+                pairs.push(Pair { count: 0, left, right, start: 0, length: 0 });
+            }
+            pairs[pair as usize].count += self.weight(at);
+            pairs[pair as usize].length += 1;
+        }
+        self.floor = choose_floor(&pairs, remaining);
+        pairs.retain(|pair| pair.count >= self.floor);
+        self.pairs = pairs;
+        self.list_places();
+    }
+
+    /// Writes the occurrence lists and queue entries of `self.pairs`.
+    fn list_places(&mut self) {
+        let mut total = 0;
+        for (number, pair) in self.pairs.iter_mut().enumerate() {
+            self.table.get_or_insert(pair.left, pair.right, number as u32);
+            let Pair { count, left, right, .. } = *pair;
+            self.queue.push(Candidate { count, left, right, pair: number as u32 }, &self.symbols);
+            pair.start = total;
+            total += pair.length;
+            pair.length = 0;
+        }
+        self.places = vec![0; total];
+        for at in GRANULE + 1..self.slots.len() {
+            let (left, right) = (self.slots[at - 1], self.slots[at]);
+            if left == NONE || right == NONE {
+                continue;
+            }
+            if let Some(number) = self.table.get(left, right) {
+                let pair = &mut self.pairs[number as usize];
+                self.places[pair.start + pair.length] = at as u32 - 1;
+                pair.length += 1;
+            }
+        }
+    }
+
+    /// Gives every symbol one slot again and drops words that have become one symbol.
+    fn pack(&mut self) {
+        let (mut from, mut to) = (GRANULE, GRANULE);
+        let old_large = std::mem::take(&mut self.large);
+        while from < self.slots.len() {
+            let word = from;
+            let count = match self.weights[word / GRANULE] {
+                u32::MAX => old_large[old_large.partition_point(|entry| entry.0 < (word / GRANULE) as u32)].1,
+                weight => weight as u64,
+            };
+            let begin = to;
+            while self.slots[from] != NONE {
+                let symbol = self.slots[from];
+                self.slots[to] = symbol;
+                to += 1;
+                from += self.spans[symbol as usize] as usize;
+            }
+            from = (from + 1).next_multiple_of(GRANULE);
+            if to - begin < 2 {
+                to = begin;
+                continue;
+            }
+            let end = (to + 1).next_multiple_of(GRANULE);
+            self.slots[to..end].fill(NONE);
+            self.set_weight(begin, end - begin, count);
+            to = end;
+        }
+        self.slots.truncate(to);
+        self.slots.shrink_to_fit();
+        self.weights.truncate(to / GRANULE);
+        self.weights.shrink_to_fit();
+        self.spans.fill(1);
+    }
+
+    fn set_weight(&mut self, at: usize, size: usize, count: u64) {
+        let granules = at / GRANULE..(at + size) / GRANULE;
+        if count >= u32::MAX as u64 {
+            self.large.extend(granules.clone().map(|granule| (granule as u32, count)));
+        }
+        self.weights[granules].fill(count.min(u32::MAX as u64) as u32);
+    }
+
+    /// Count of the word that owns a slot.
+    #[inline]
+    fn weight(&self, at: usize) -> i64 {
+        match self.weights[at / GRANULE] {
+            u32::MAX => self.large[self.large.partition_point(|entry| entry.0 < (at / GRANULE) as u32)].1 as i64,
+            weight => weight as i64,
+        }
+    }
+}
+
+/// How far below the most frequent pair a round reaches. Small: many rounds; large: long lists of rare pairs.
+const REACH: i64 = 64;
+/// Pairs a round remembers for each merge that is still wanted.
+const PAIRS_PER_MERGE: usize = 4;
+
+fn choose_floor(pairs: &[Pair], remaining: usize) -> i64 {
+    let mut counts: Vec<i64> = pairs.iter().map(|pair| pair.count).collect();
+    let keep = remaining.saturating_mul(PAIRS_PER_MERGE).max(1024);
+    let by_reach = counts.iter().max().map_or(1, |most| most / REACH);
+    let by_number = if counts.len() > keep {
+        let place = counts.len() - keep;
+        *counts.select_nth_unstable(place).1
+    } else {
+        1
+    };
+    by_reach.max(by_number).max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+
+    fn fast(words: &BTreeMap<Vec<u8>, u64>, wanted: usize) -> Merges {
+        let mut table = WordTable::default();
+        for (word, &count) in words {
+            table.add(word, 0, word.len(), count);
+        }
+        Trainer::new(&table).unwrap().run(wanted, &mut |_| true).unwrap()
+    }
+
+    /// The definition: words as lists of byte strings, all pairs counted before every merge.
+    fn plain(words: &BTreeMap<Vec<u8>, u64>, wanted: usize) -> Merges {
+        let mut lists: Vec<(Vec<Vec<u8>>, u64)> =
+            words.iter().map(|(word, &count)| (word.iter().map(|&b| vec![b]).collect(), count)).collect();
+        let mut merges = Merges::new();
+        while merges.len() < wanted {
+            let mut counts: BTreeMap<(Vec<u8>, Vec<u8>), u64> = BTreeMap::new();
+            for (word, count) in &lists {
+                for pair in word.windows(2) {
+                    *counts.entry((pair[0].clone(), pair[1].clone())).or_insert(0) += count;
+                }
+            }
+            let Some((best, _)) = counts.into_iter().max_by(|x, y| x.1.cmp(&y.1).then(x.0.cmp(&y.0))) else { break };
+            for (word, _) in &mut lists {
+                let mut at = 0;
+                while at + 1 < word.len() {
+                    if word[at] == best.0 && word[at + 1] == best.1 {
+                        word[at] = [best.0.clone(), best.1.clone()].concat();
+                        word.remove(at + 1);
+                    }
+                    at += 1;
+                }
+            }
+            merges.push(best);
+        }
+        merges
+    }
+
+    #[test]
+    fn equals_the_definition_on_random_words() {
+        let mut state = 7u64;
+        let mut next = |bound: u64| {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (state >> 33) % bound
+        };
+        for round in 0..400 {
+            let letters = 1 + round % 4;
+            let words: BTreeMap<Vec<u8>, u64> = (0..1 + next(30))
+                .map(|_| ((0..1 + next(24)).map(|_| b'a' + next(letters) as u8).collect(), 1 + next(5)))
+                .collect();
+            assert_eq!(fast(&words, 60), plain(&words, 60), "{words:?}");
+        }
+    }
+
+    #[test]
+    fn counts_beyond_32_bits() {
+        let words = BTreeMap::from([
+            (b"xy".to_vec(), 1 << 33),
+            (b"xz".to_vec(), 3 << 31),
+            (b"zx".to_vec(), u32::MAX as u64),
+            (b"zzzzz".to_vec(), 1),
+        ]);
+        assert_eq!(fast(&words, 9), plain(&words, 9));
+    }
+
+    #[test]
+    fn one_long_word_is_not_quadratic() {
+        let words = BTreeMap::from([(vec![b'a'; 1_000_000], 1)]);
+        let merges = fast(&words, 40);
+        assert_eq!(merges[3], (vec![b'a'; 8], vec![b'a'; 8]));
+    }
+
+    #[test]
+    fn cancels() {
+        let mut table = WordTable::default();
+        table.add(b"abcabc", 0, 6, 1);
+        assert_eq!(Trainer::new(&table).unwrap().run(9, &mut |done| done < 2), Err(TrainError::Cancelled));
+    }
+}

@@ -1,0 +1,174 @@
+//! Word counts: a hash table from pre-tokens to u64.
+//!
+//! Most pre-tokens are at most 15 bytes long. Such a word *is* its key: 15 bytes and the length in a u128, so that
+//! comparing and hashing are a few instructions and no string is stored anywhere. Longer words go to a side table.
+
+use std::collections::HashMap;
+
+/// Bytes of a word that fits into a key.
+pub const PACKED: usize = 15;
+
+/// The word `text[start..end]` of at most 15 bytes as a key; never 0.
+#[inline]
+pub fn pack(text: &[u8], start: usize, end: usize) -> u128 {
+    let length = end - start;
+    debug_assert!(0 < length && length <= PACKED);
+    let raw = match text.get(start..start + 16) {
+        Some(window) => u128::from_le_bytes(window.try_into().unwrap_or_default()),
+        None => {
+            let mut window = [0; 16];
+            window[..length].copy_from_slice(&text[start..end]);
+            u128::from_le_bytes(window)
+        }
+    };
+    raw & (u128::MAX >> (128 - 8 * length)) | (length as u128) << 120
+}
+
+/// The bytes of a key, and how many of them count.
+#[inline]
+pub fn unpack(key: u128) -> ([u8; 16], usize) {
+    (key.to_le_bytes(), (key >> 120) as usize)
+}
+
+/// A 64-bit hash: one widening multiplication, folded.
+#[inline]
+pub fn hash(key: u128) -> u64 {
+    let (low, high) = (key as u64, (key >> 64) as u64);
+    let product = (low ^ 0x9E37_79B9_7F4A_7C15) as u128 * (high ^ 0xD1B5_4A32_D192_ED03) as u128;
+    (product as u64) ^ (product >> 64) as u64
+}
+
+#[derive(Clone, Copy, Default)]
+struct Slot {
+    low: u64,
+    high: u64,
+    count: u64,
+}
+
+/// Counts of words. Open addressing, linear probing, at most 5/8 full.
+pub struct WordTable {
+    slots: Vec<Slot>,
+    used: usize,
+    long: HashMap<Box<[u8]>, u64>,
+}
+
+impl Default for WordTable {
+    fn default() -> Self {
+        WordTable { slots: vec![Slot::default(); 1 << 12], used: 0, long: HashMap::new() }
+    }
+}
+
+impl WordTable {
+    /// Number of distinct words.
+    pub fn len(&self) -> usize {
+        self.used + self.long.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Adds `count` to the word `text[start..end]`.
+    #[inline]
+    pub fn add(&mut self, text: &[u8], start: usize, end: usize, count: u64) {
+        if end - start <= PACKED {
+            self.add_key(pack(text, start, end), count);
+        } else if let Some(old) = self.long.get_mut(&text[start..end]) {
+            *old += count;
+        } else {
+            self.long.insert(text[start..end].into(), count);
+        }
+    }
+
+    #[inline]
+    fn add_key(&mut self, key: u128, count: u64) {
+        let (low, high) = (key as u64, (key >> 64) as u64);
+        let mask = self.slots.len() - 1;
+        let mut at = hash(key) as usize & mask;
+        loop {
+            let slot = &mut self.slots[at & mask];
+            if slot.low == low && slot.high == high {
+                slot.count += count;
+                return;
+            }
+            if slot.high == 0 {
+                *slot = Slot { low, high, count };
+                self.used += 1;
+                if self.used * 8 > self.slots.len() * 5 {
+                    self.grow();
+                }
+                return;
+            }
+            at += 1;
+        }
+    }
+
+    #[cold]
+    fn grow(&mut self) {
+        let old = std::mem::take(&mut self.slots);
+        self.slots = vec![Slot::default(); old.len() * 2];
+        let mask = self.slots.len() - 1;
+        for slot in old.into_iter().filter(|slot| slot.high != 0) {
+            let mut at = hash((slot.high as u128) << 64 | slot.low as u128) as usize & mask;
+            while self.slots[at].high != 0 {
+                at = (at + 1) & mask;
+            }
+            self.slots[at] = slot;
+        }
+    }
+
+    /// Adds all counts of another table.
+    pub fn absorb(&mut self, other: WordTable) {
+        for slot in other.slots.into_iter().filter(|slot| slot.high != 0) {
+            self.add_key((slot.high as u128) << 64 | slot.low as u128, slot.count);
+        }
+        for (word, count) in other.long {
+            *self.long.entry(word).or_insert(0) += count;
+        }
+    }
+
+    /// Calls `each(word, count)` for every word, in no particular order.
+    pub fn for_each(&self, mut each: impl FnMut(&[u8], u64)) {
+        for slot in self.slots.iter().filter(|slot| slot.high != 0) {
+            let (bytes, length) = unpack((slot.high as u128) << 64 | slot.low as u128);
+            each(&bytes[..length], slot.count);
+        }
+        for (word, &count) in &self.long {
+            each(word, count);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_like_a_map() {
+        let text: Vec<u8> = (0..60_000u32).map(|i| (i.wrapping_mul(2654435761) >> 24) as u8).collect();
+        let (mut table, mut other, mut truth) = (WordTable::default(), WordTable::default(), HashMap::new());
+        let mut start = 0;
+        for size in (1..=40).cycle() {
+            let Some(word) = text.get(start..start + size) else { break };
+            let count = size as u64 * 3_000_000_000;
+            if start % 2 == 0 { &mut table } else { &mut other }.add(&text, start, start + size, count);
+            *truth.entry(word.to_vec()).or_insert(0) += count;
+            start += 1 + size % 3;
+        }
+        table.absorb(other);
+        assert_eq!(table.len(), truth.len());
+        let mut found = HashMap::new();
+        table.for_each(|word, count| assert!(found.insert(word.to_vec(), count).is_none()));
+        assert_eq!(found, truth);
+    }
+
+    #[test]
+    fn words_of_zero_bytes_keep_their_length() {
+        let mut table = WordTable::default();
+        for size in 1..=20 {
+            table.add(&[0; 32], 0, size, size as u64);
+        }
+        assert_eq!(table.len(), 20);
+        table.for_each(|word, count| assert!(word.len() as u64 == count && word.iter().all(|&b| b == 0)));
+    }
+}

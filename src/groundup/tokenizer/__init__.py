@@ -1,0 +1,14 @@
+"""Text ↔ ids: byte-level BPE. The Rust core `groundup._core` under a Python face.
+
+    tokenizer.py   Tokenizer: train, load, save, encode, decode
+    training.py    paths → word counts → merges
+    formats.py     Hugging Face's tokenizer.json, vocab.json + merges.txt
+    byte_level.py  bytes as printable characters, as those files write them
+    reference.py   the trainer and the encoder in plain Python, for readers and tests
+
+Imports neither numpy nor torch.
+"""
+
+from groundup.tokenizer.tokenizer import END_OF_TEXT, Tokenizer
+
+__all__ = ["END_OF_TEXT", "Tokenizer"]

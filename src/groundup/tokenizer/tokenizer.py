@@ -1,0 +1,250 @@
+"""The tokenizer: byte-level BPE over pre-tokens (Sennrich et al. 2016; Radford et al. 2019).
+
+Ids of a trained tokenizer: 0–255 are the bytes, 256 + i is merge i, special tokens come last. A loaded vocabulary
+keeps the ids it has. Every text has ids and every list of valid ids has bytes: there is no unknown token.
+"""
+
+import hashlib
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from groundup import _core
+from groundup.errors import UserError
+from groundup.files import directory_written_aside
+from groundup.tokenizer import formats
+from groundup.tokenizer.training import (
+    Progress,
+    available_threads,
+    check_special_tokens,
+    merges_wanted,
+    train_merges,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+class Tokenizer:
+    """A vocabulary with its merges. Immutable; may be used from any thread and in forked children."""
+
+    def __init__(
+        self,
+        vocab: dict[int, bytes],
+        merges: list[tuple[bytes, bytes]],
+        special_tokens: Sequence[str] = (),
+        pattern: str = "gpt2",
+    ):
+        """`vocab`: id → bytes, with all 256 single bytes. `merges`: by rank. Special tokens that the vocabulary lacks
+        are appended to it, in the order given."""
+        check_special_tokens(special_tokens)
+        tokens = dict(vocab)
+        known = {token: number for number, token in sorted(tokens.items(), reverse=True)}
+        specials: dict[str, int] = {}
+        for name in special_tokens:
+            number = known.get(name.encode())
+            if number is None:
+                number = max(tokens, default=-1) + 1
+                tokens[number] = name.encode()
+            specials[name] = number
+        self._setup(formats.Parts(tokens, list(merges), specials, formats.pattern_name(pattern)))
+
+    @classmethod
+    def _from_parts(cls, parts: formats.Parts) -> "Tokenizer":
+        tokenizer = cls.__new__(cls)
+        tokenizer._setup(parts)
+        return tokenizer
+
+    def _setup(self, parts: formats.Parts) -> None:
+        if parts.vocab and min(parts.vocab) < 0:
+            raise UserError(f"the vocabulary holds the negative id {min(parts.vocab)}")
+        self._parts = parts
+        size = max(parts.vocab, default=-1) + 1
+        if size > 2 * len(parts.vocab) + 65_536:
+            raise UserError(f"the vocabulary has {len(parts.vocab)} tokens but ids up to {size - 1}: ids must be dense")
+        tokens: list[bytes | None] = [parts.vocab.get(number) for number in range(size)]
+        ids = formats.token_ids(parts)
+        ranked = []
+        for left, right in parts.merges:
+            try:
+                ranked.append((ids[left], ids[right], ids[left + right]))
+            except KeyError as error:
+                raise UserError(
+                    f"merge {len(ranked)} ({left!r}, {right!r}) needs the token {error}, which the vocabulary lacks"
+                ) from error
+        specials = [(name.encode(), number) for name, number in parts.special_tokens.items()]
+        try:
+            self._core = _core.Encoder(tokens, ranked, specials)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
+    # Training and files
+
+    @classmethod
+    def train(
+        cls,
+        inputs: Iterable[str | os.PathLike],
+        vocab_size: int,
+        special_tokens: Sequence[str] = (),
+        threads: int = 0,
+        pattern: str = "gpt2",
+        errors: str = "strict",
+        progress: Progress | None = None,
+    ) -> "Tokenizer":
+        """Train on text files and folders.
+
+        Ties between equally frequent pairs go to the lexicographically greater pair of byte strings. The result does
+        not depend on `threads` (0: all cores) or the order of the files. Text that yields fewer merges than asked
+        gives a smaller vocabulary and a warning. `errors="replace"` replaces invalid UTF-8 by U+FFFD and warns.
+        """
+        pattern = formats.pattern_name(pattern)
+        wanted = merges_wanted(vocab_size, special_tokens)
+        merges, replaced = train_merges(inputs, wanted, special_tokens, threads, errors, progress)
+        if replaced:
+            warnings.warn(f"{replaced} invalid UTF-8 sequences were read as U+FFFD", stacklevel=2)
+        if len(merges) < wanted:
+            warnings.warn(
+                f"the text yields {len(merges)} merges, {wanted - len(merges)} fewer than asked: "
+                f"the vocabulary has {vocab_size - wanted + len(merges)} tokens instead of {vocab_size}",
+                stacklevel=2,
+            )
+        vocab = {byte: bytes([byte]) for byte in range(256)}
+        vocab.update({256 + rank: left + right for rank, (left, right) in enumerate(merges)})
+        first = len(vocab)
+        specials = {name: first + place for place, name in enumerate(special_tokens)}
+        vocab.update({number: name.encode() for name, number in specials.items()})
+        return cls._from_parts(formats.Parts(vocab, merges, specials, pattern))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "Tokenizer":
+        """Load a folder or file that `save`, Hugging Face's tokenizers or GPT-2's release wrote."""
+        return cls._from_parts(formats.read(Path(path)))
+
+    def save(self, directory: str | os.PathLike) -> None:
+        """Write `tokenizer.json`, `vocab.json` and `merges.txt`; an existing directory is replaced at the end."""
+        with directory_written_aside(Path(directory)) as aside:
+            formats.write_files(self._parts, aside)
+
+    # What it is
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest id."""
+        return max(self._parts.vocab) + 1
+
+    @property
+    def vocab(self) -> dict[int, bytes]:
+        return dict(self._parts.vocab)
+
+    @property
+    def merges(self) -> list[tuple[bytes, bytes]]:
+        return list(self._parts.merges)
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        return dict(self._parts.special_tokens)
+
+    @property
+    def pattern(self) -> str:
+        return self._parts.pattern
+
+    @property
+    def eot_id(self) -> int | None:
+        """Id of `<|endoftext|>`, None without one."""
+        return self._parts.special_tokens.get(END_OF_TEXT)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of vocabulary, merges, special tokens and pattern: the same for every file format."""
+        digest = hashlib.sha256()
+        for number, token in sorted(self._parts.vocab.items()):
+            digest.update(b"%d %d:%b\n" % (number, len(token), token))
+        for left, right in self._parts.merges:
+            digest.update(b"%d:%b %d:%b\n" % (len(left), left, len(right), right))
+        for name, number in sorted(self._parts.special_tokens.items()):
+            digest.update(b"%d %b\n" % (number, name.encode()))
+        digest.update(self._parts.pattern.encode())
+        return digest.hexdigest()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        try:
+            return self._parts.vocab[token_id]
+        except KeyError:
+            raise self._unknown(token_id) from None
+
+    def __repr__(self) -> str:
+        return f"Tokenizer(vocab_size={self.vocab_size}, special_tokens={list(self._parts.special_tokens)})"
+
+    def __reduce__(self):
+        return Tokenizer._from_parts, (self._parts,)
+
+    # Encoding
+
+    def encode(self, text: str | bytes) -> list[int]:
+        """Ids of a text. `bytes` need not be UTF-8: ill-formed bytes count as punctuation and come back unchanged."""
+        try:
+            return self._core.encode(text, True)
+        except UnicodeEncodeError as error:
+            raise _surrogate(error) from error
+
+    def encode_numpy(self, text: str | bytes) -> "np.ndarray":
+        """Ids of a text as uint16 (vocabularies up to 65,536 tokens) or uint32, without a list in between."""
+        import numpy as np
+
+        wide = self.vocab_size > 65_536
+        try:
+            buffer = self._core.encode_buffer(text, True, wide)
+        except UnicodeEncodeError as error:
+            raise _surrogate(error) from error
+        return np.frombuffer(buffer, np.uint32 if wide else np.uint16)
+
+    def encode_batch(self, texts: Sequence[str | bytes], threads: int = 0) -> list[list[int]]:
+        """Ids of many texts, on `threads` threads (0: all cores)."""
+        try:
+            return self._core.encode_batch(list(texts), True, available_threads(threads))
+        except UnicodeEncodeError as error:
+            raise _surrogate(error) from error
+
+    def encode_iterable(self, chunks: Iterable[str | bytes]) -> Iterator[int]:
+        """Ids of a text that arrives in chunks, lazily: the same ids wherever it is cut.
+
+        Holds back the end of the text as long as a continuation could change its ids, so memory is bounded by the
+        largest chunk and the longest pre-token.
+        """
+        stream = self._core.stream()
+        try:
+            for chunk in chunks:
+                yield from stream.feed(chunk)
+            yield from stream.finish()
+        except UnicodeEncodeError as error:
+            raise _surrogate(error) from error
+
+    # Decoding
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The bytes of ids."""
+        ids = list(ids)
+        try:
+            return self._core.decode(ids)
+        except (ValueError, OverflowError) as error:
+            bad = next((i for i in ids if i not in self._parts.vocab), error)
+            raise self._unknown(bad) from error
+
+    def decode(self, ids: Iterable[int], errors: str = "replace") -> str:
+        """The text of ids. They may end inside a character, or hold any bytes: `errors` as in `bytes.decode`."""
+        return self.decode_bytes(ids).decode("utf-8", errors)
+
+    def _unknown(self, token_id: object) -> UserError:
+        return UserError(f"id {token_id} is not in the vocabulary: legal ids are 0 to {self.vocab_size - 1}")
+
+
+def _surrogate(error: UnicodeEncodeError) -> UserError:
+    """UTF-8 has no surrogates, so such a str is no text (Python makes them with errors="surrogateescape")."""
+    return UserError(
+        f"the text holds the lone surrogate U+{ord(error.object[error.start]):04X} at character {error.start}: "
+        'repair it, for example with text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")'
+    )
