@@ -3,6 +3,7 @@
 `small` … `10b` are the sizes of the course's systems assignment (vocabulary 10,000; its earlier editions' `xl` is
 1600 × 48, its "2.7b" really has 3.4 B parameters and is the 2026 edition's `xl`). `gpt2-…` are GPT-2's shapes
 (Radford et al. 2019) with this project's gated feed-forward at equal parameters, embeddings tied.
+`tiny` learns nothing: it lets every command run in a second on any machine.
 """
 
 from groundup.config.model import ModelConfig
@@ -36,6 +37,7 @@ SIZES: dict[str, ModelConfig] = {
     "gpt2-350m": _gpt2(1024, 24, 16),
     "gpt2-774m": _gpt2(1280, 36, 20),
     "gpt2-1.5b": _gpt2(1600, 48, 25),
+    "tiny": ModelConfig(vocab_size=256, context_length=64, d_model=32, d_ff=64, n_layers=2, n_heads=2),
     "stories-17m": ModelConfig(vocab_size=10_000, context_length=256, d_model=512, n_layers=4, n_heads=16),
 }
 

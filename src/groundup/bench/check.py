@@ -1,0 +1,120 @@
+"""Predicted, measured, error: the account's predictions held against the `step` benchmark's cells.
+
+Targets: counts (parameters, optimizer state, gradients, FLOPs) exact; memory held between steps 1%; peak memory 5%
+in eager mode; step time 15%. What was not measured (memory on the CPU) or is not predicted (the peak of a compiled
+model) is said to be so, never passed.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from groundup.account import GPUS, predict_step
+from groundup.bench.cells import Cell, Parameters
+from groundup.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Line:
+    """One quantity: its key in predictions and measurements, and the largest relative error (0: exact)."""
+
+    key: str
+    target: float
+    eager_only: bool = False
+
+
+LINES = (
+    Line("parameters.total", 0.0),
+    Line("memory.gradients", 0.0),
+    Line("memory.optimizer", 0.0),
+    Line("flops.forward", 0.0),
+    Line("flops.backward", 0.0),
+    Line("memory.static", 0.01),
+    Line("memory.peak", 0.05, eager_only=True),
+    Line("time.step", 0.15),
+)
+
+
+def check_steps(
+    cells: Sequence[Cell], config_of: Callable[[Parameters], ModelConfig], hardware: str = ""
+) -> list[dict[str, Any]]:
+    """A row for each line of each measured cell; `config_of` gives the model of a cell's parameters.
+
+    Row: cell, line, predicted, measured, error (predicted / measured - 1), target, met (None where there is nothing
+    to compare, with `reason`).
+    """
+    rows = []
+    for cell in cells:
+        if cell["status"] == "ok":
+            rows.extend(_check_cell(cell, config_of(cell["parameters"]), hardware))
+    return rows
+
+
+def missed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows outside their target."""
+    return [row for row in rows if row["met"] is False]
+
+
+def _check_cell(cell: Cell, config: ModelConfig, hardware: str) -> list[dict[str, Any]]:
+    parameters, metrics = cell["parameters"], cell["metrics"]
+    predicted = predictions(parameters, config, hardware or hardware_of(cell))
+    label = " ".join(str(parameters[name]) for name in ("size", "mode", "precision", "context_length"))
+    if parameters["mode"] == "forward" and parameters["grad"] == "off":
+        label += " no_grad"
+    if parameters["compile"] != "no":
+        label += f" compiled {parameters['compile']}"
+    rows = []
+    for line in LINES:
+        if line.key == "flops.backward" and parameters["mode"] == "forward":
+            continue
+        measured = metrics.get(line.key)
+        if isinstance(measured, dict):
+            measured = measured["median"]
+        reason = ""
+        if line.eager_only and parameters["compile"] != "no":
+            reason = "eager only"
+        elif measured is None:
+            reason = "not measured"
+        elif predicted.get(line.key) is None:
+            reason = "no prediction" if line.key != "time.step" else "no peaks for this device: --hardware"
+        rows.append(_row(label, line, predicted.get(line.key), measured, reason))
+    return rows
+
+
+def _row(label: str, line: Line, predicted: float | None, measured: float | None, reason: str) -> dict[str, Any]:
+    error = met = None
+    if not reason and predicted is not None and measured is not None:
+        error = predicted / measured - 1 if measured else float(predicted != measured)
+        met = predicted == measured if line.target == 0 else abs(error) <= line.target
+    return {
+        "cell": label,
+        "line": line.key,
+        "predicted": predicted,
+        "measured": measured,
+        "error": error,
+        "target": "exact" if line.target == 0 else f"{line.target:.0%}",
+        "met": met,
+        "reason": reason,
+    }
+
+
+def hardware_of(cell: Cell) -> str:
+    """The account's entry for the GPU a cell was measured on, its measured peaks where it has them; "" for none."""
+    device = str(cell["environment"].get("gpu", "")).lower().replace("hbm3", "sxm")
+    known = [name for name in GPUS if all(part in device for part in name.removesuffix("-measured").split("-"))]
+    return max(known, key=lambda name: (len(name.removesuffix("-measured")), name.endswith("-measured")), default="")
+
+
+def predictions(parameters: Parameters, config: ModelConfig, hardware: str) -> dict[str, float]:
+    """The account's figures for a cell, under the metric names of `step`; no times where the device is unknown."""
+    precision = str(parameters["precision"])
+    found = predict_step(
+        config,
+        int(parameters["batch_size"]),
+        int(parameters["context_length"]),
+        str(parameters["mode"]),
+        "bf16-mixed" if precision == "bf16" else precision,
+        grad=parameters["grad"] == "on",
+        gpu=hardware or "h200-measured",  # memory does not depend on it, and times are dropped
+    )
+    return {name: value for name, value in found.items() if hardware or not name.startswith("time.")}

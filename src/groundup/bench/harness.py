@@ -1,0 +1,201 @@
+"""The one stopwatch of all benchmarks: warm-up, steps, device synchronisation, statistics.
+
+Two methods, and every cell says which one it used.
+
+`time_steps`: one whole step at a time, its phases (forward, backward, …) separated by CUDA events, and the device
+synchronised after each step, so that a step starts with an empty queue. This is how a person would time a training
+loop; where the GPU is faster than Python can launch, it shows the launches. Host clocks around asynchronous calls
+were rejected: without a wait they time the launch, with one a phase they serialise what really overlaps.
+
+`time_kernel`: for single kernels that last microseconds. The calls are captured in a CUDA graph, so no launch gap is
+timed, and rotate over sets of inputs that together exceed the L2 cache several times, so no call finds its inputs
+there. On the CPU both read perf_counter.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from groundup.bench.environment import clocks
+
+STEP_METHOD = {"cuda": "CUDA events, device synchronised after each step", "cpu": "perf_counter"}
+GRAPH_METHOD = "CUDA graph replay over rotating buffers beyond L2"
+CALL_METHOD = {"cuda": "CUDA events around single calls over rotating buffers beyond L2", "cpu": "perf_counter"}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Samples in milliseconds by phase, in the order of the steps, warm-up excluded."""
+
+    phases: dict[str, list[float]]
+    method: str
+    first: dict[str, float] = field(default_factory=dict)
+    """The very first step's phases, warm-up or not."""
+    clocks: dict[str, Any] | None = None
+    """What the GPU's clocks were while it worked on the last step."""
+
+
+def summary(samples: Sequence[float]) -> dict[str, float | int]:
+    """Mean, standard deviation (n - 1; 0 for one sample), median, 10th and 90th percentile, extremes, count."""
+    deciles = statistics.quantiles(samples, n=10, method="inclusive") if len(samples) > 1 else [samples[0]] * 9
+    return {
+        "mean": statistics.fmean(samples),
+        "std": statistics.stdev(samples) if len(samples) > 1 else 0.0,
+        "median": statistics.median(samples),
+        "p10": deciles[0],
+        "p90": deciles[-1],
+        "min": min(samples),
+        "max": max(samples),
+        "n": len(samples),
+    }
+
+
+def time_steps(
+    step: Callable[[Callable[[str], None]], None],
+    warmup: int,
+    steps: int,
+    device: torch.device,
+    prepare: Callable[[], None] | None = None,
+) -> Timing:
+    """Run `prepare()` (untimed) and `step(mark)` warmup + steps times; time the phases of the last `steps`.
+
+    `step` calls mark(name) at the end of each phase. Phase "total" is the whole step.
+    """
+    on_cuda = device.type == "cuda"
+    phases: dict[str, list[float]] = {}
+    first: dict[str, float] = {}
+    stamp = clocks(device)  # opens NVML now, not during the last step
+    for index in range(warmup + steps):
+        if prepare is not None:
+            prepare()
+        marks: list[tuple[str, Any]] = []
+        _synchronize(device)
+        start = _now(on_cuda)
+        step(lambda name, marks=marks: marks.append((name, _now(on_cuda))))
+        if on_cuda and index == warmup + steps - 1:
+            stamp = clocks(device)  # the launches are queued, the GPU is still at work
+        _synchronize(device)
+        times = _elapsed(start, marks)
+        first = first or times
+        if index >= warmup:
+            for name, value in times.items():
+                phases.setdefault(name, []).append(value)
+    return Timing(phases, STEP_METHOD[device.type], first, stamp)
+
+
+def _now(on_cuda: bool) -> Any:
+    if not on_cuda:
+        return perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _elapsed(start: Any, marks: list[tuple[str, Any]]) -> dict[str, float]:
+    times, before = {}, start
+    for name, mark in marks:
+        times[name] = _milliseconds(before, mark)
+        before = mark
+    return times | {"total": _milliseconds(start, before)}
+
+
+def _milliseconds(start: Any, end: Any) -> float:
+    return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def buffer_sets(bytes_per_set: int, device: torch.device) -> int:
+    """How many sets of inputs to rotate over so that they exceed the L2 cache three times (two at least)."""
+    if device.type != "cuda":
+        return 2
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return min(64, max(2, ceil(3 * cache / max(1, bytes_per_set))))
+
+
+def time_kernel(
+    call: Callable[[int], Any], sets: int, warmup: int, steps: int, device: torch.device, calls: int = 0
+) -> Timing:
+    """Milliseconds of one `call(i)`, which works on set `i` of `sets` inputs; phase "total".
+
+    `calls`: calls in one graph (0: the smallest multiple of `sets` from 20 up). A sample is one replay over them. What
+    cannot be captured is timed call by call, and `method` says so. `call` runs on a side stream: tensors whose
+    autograd graph it walks must be made by it or by `on_side_stream`.
+    """
+    if device.type == "cuda":
+        calls = calls or sets * ceil(20 / sets)
+        timing = _time_graph(call, sets, calls, warmup, steps, device)
+        if timing is not None:
+            return timing
+    samples, stamp = [], clocks(device)
+    for index in range(warmup + steps):
+        _synchronize(device)
+        start = _now(device.type == "cuda")
+        call(index % sets)
+        end = _now(device.type == "cuda")
+        if index == warmup + steps - 1:
+            stamp = clocks(device)
+        _synchronize(device)
+        samples.append(_milliseconds(start, end))
+    return Timing({"total": samples[warmup:]}, CALL_METHOD[device.type], {"total": samples[0]}, stamp)
+
+
+def on_side_stream(work: Callable[[], Any], device: torch.device) -> Any:
+    """`work()` on the stream that `time_kernel` captures: a backward pass runs on its forward pass's stream."""
+    if device.type != "cuda":
+        return work()
+    stream = _side_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        result = work()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return result
+
+
+_streams: dict[torch.device, Any] = {}
+
+
+def _side_stream(device: torch.device) -> Any:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]
+
+
+def _time_graph(
+    call: Callable[[int], Any], sets: int, calls: int, warmup: int, steps: int, device: torch.device
+) -> Timing | None:
+    def warm() -> None:
+        for i in range(max(3, sets)):
+            call(i % sets)
+
+    on_side_stream(warm, device)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, stream=_side_stream(device)):
+            for i in range(calls):
+                call(i % sets)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        torch.cuda.synchronize(device)
+        return None
+    samples, stamp = [], clocks(device)
+    for index in range(warmup + steps):
+        torch.cuda.synchronize(device)
+        start = _now(True)
+        graph.replay()
+        end = _now(True)
+        if index == warmup + steps - 1:
+            stamp = clocks(device)
+        torch.cuda.synchronize(device)
+        samples.append(start.elapsed_time(end) / calls)
+    return Timing({"total": samples[warmup:]}, GRAPH_METHOD, {"total": samples[0]}, stamp)

@@ -1,0 +1,123 @@
+"""What half precision does to a sum, and which dtype each tensor of a toy model has under autocast.
+
+The course's two exercises. accumulation: 0.01 added 1000 times in four ways. float16 cannot hold the sum (its
+spacing near 10 is 0.0078); a float32 sum of float16 terms keeps the term's own rounding (0.010002), so it is off, and
+the same whether the term is cast before or inside the addition. autocast: two linear layers around a LayerNorm.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, words
+from groundup.bench.cells import Parameters
+from groundup.bench.sweep import resolve_device
+
+PARTS = ("accumulation", "autocast-fp16", "autocast-bf16")
+
+
+@dataclass(frozen=True)
+class Options(SweepOptions):
+    """What half precision does to a sum, and which dtype each tensor of a toy model has under autocast."""
+
+    part: str = ",".join(PARTS)
+    """accumulation, autocast-fp16, autocast-bf16."""
+
+
+def cells(options: Options) -> list[Parameters]:
+    """One cell a part."""
+    device = resolve_device(options.device)
+    return [{"part": part, "seed": options.seed, "device": device} for part in words(options.part, "--part", PARTS)]
+
+
+def run(parameters: Parameters) -> Measurement:
+    """The four sums, or the dtypes of the toy model."""
+    device = torch.device(str(parameters["device"]))
+    if parameters["part"] == "accumulation":
+        return Measurement(accumulate(device), {"dtype": "float32, float16", "grad_mode": "no_grad"})
+    dtype = torch.float16 if parameters["part"] == "autocast-fp16" else torch.bfloat16
+    stamp = {"dtype": f"{_name(dtype)} autocast, float32 weights", "grad_mode": "grad"}
+    return Measurement(dtypes(device, dtype), stamp)
+
+
+def accumulate(device: torch.device) -> dict[str, float]:
+    """0.01 added 1000 times: sum and term in float32; both in float16; float16 term onto float32, twice."""
+    half, single = torch.float16, torch.float32
+
+    def total(sum_dtype: torch.dtype, term_dtype: torch.dtype, cast: bool = False) -> float:
+        result = torch.tensor(0, dtype=sum_dtype, device=device)
+        term = torch.tensor(0.01, dtype=term_dtype, device=device)
+        for _ in range(1000):
+            result += term.to(sum_dtype) if cast else term
+        return result.item()
+
+    return {
+        "sum.fp32_of_fp32": total(single, single),
+        "sum.fp16_of_fp16": total(half, half),
+        "sum.fp32_of_fp16": total(single, half),
+        "sum.fp32_of_fp16_cast": total(single, half, cast=True),
+    }
+
+
+class ToyModel(nn.Module):
+    """fc1 → relu → LayerNorm → fc2, torch's own layers: the exercise is about torch's autocast rules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(16, 10, bias=False)
+        self.ln = nn.LayerNorm(10)
+        self.fc2 = nn.Linear(10, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.ln(self.fc1(x).relu()))
+
+
+def dtypes(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Name of the dtype of parameters, intermediate results, loss and gradients."""
+    seen: dict[str, Any] = {}
+    with device:
+        model = ToyModel()
+        x, target = torch.randn(4, 16), torch.randint(5, (4,))
+    for name in ("fc1", "ln"):
+        layer = model.get_submodule(name)
+        layer.register_forward_hook(lambda _m, _i, out, name=name: seen.update({f"dtype.{name}": _name(out.dtype)}))
+    with torch.autocast(device.type, dtype=dtype):
+        logits = model(x)
+        loss = nn.functional.cross_entropy(logits, target)
+    loss.backward()
+    gradients = {p.grad.dtype for p in model.parameters() if p.grad is not None}
+    return {
+        "dtype.parameters": _name(model.fc1.weight.dtype),
+        **seen,
+        "dtype.logits": _name(logits.dtype),
+        "dtype.loss": _name(loss.dtype),
+        "dtype.gradients": ", ".join(sorted(map(_name, gradients))),
+    }
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+BENCHMARK = Benchmark(
+    module=__name__,
+    options=Options,
+    cells=cells,
+    run=run,
+    group=lambda parameters: "all",
+    columns=(
+        Column("fp32 += fp32", "sum.fp32_of_fp32", "4 decimals"),
+        Column("fp16 += fp16", "sum.fp16_of_fp16", "4 decimals"),
+        Column("fp32 += fp16", "sum.fp32_of_fp16", "4 decimals"),
+        Column("fp32 += cast fp16", "sum.fp32_of_fp16_cast", "4 decimals"),
+        Column("parameters", "dtype.parameters"),
+        Column("fc1", "dtype.fc1"),
+        Column("LayerNorm", "dtype.ln"),
+        Column("logits", "dtype.logits"),
+        Column("loss", "dtype.loss"),
+        Column("gradients", "dtype.gradients"),
+    ),
+    seconds_per_cell=10.0,
+)

@@ -1,0 +1,119 @@
+"""AdamW's update alone: ours against torch's fused and foreach, time and bandwidth.
+
+The floor is the memory traffic: a float32 update reads parameter, gradient and two moments and writes parameter and
+moments, 28 bytes a parameter.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, at_least, words
+from groundup.bench.cells import Parameters
+from groundup.bench.harness import summary, time_steps
+from groundup.bench.sweep import resolve_device
+from groundup.config import SIZES, size
+from groundup.model import TransformerLM
+from groundup.optim import AdamW
+
+IMPLEMENTATIONS = ("groundup", "fused", "foreach")
+BYTES_PER_PARAMETER = 28
+SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+@dataclass(frozen=True)
+class Options(SweepOptions):
+    """AdamW's update alone: ours against torch's fused and foreach, time and bandwidth.
+
+    Lists are separated by commas; every combination is one cell.
+    """
+
+    size: str = "small,medium"
+    """Named sizes whose parameter shapes are updated."""
+    implementation: str = ",".join(IMPLEMENTATIONS)
+    """groundup: this package's AdamW; fused, foreach: torch.optim.AdamW's."""
+    warmup: int = 3
+    """Untimed updates before the timed ones; the first one makes the state."""
+    steps: int = 20
+    """Timed updates."""
+
+
+def cells(options: Options) -> list[Parameters]:
+    """Every combination, the implementations of one size next to each other."""
+    at_least(options.warmup, "--warmup", 1)
+    at_least(options.steps, "--steps", 1)
+    device = resolve_device(options.device)
+    return [
+        {
+            "size": name,
+            "implementation": implementation,
+            "warmup": options.warmup,
+            "steps": options.steps,
+            "seed": options.seed,
+            "device": device,
+        }
+        for name in words(options.size, "--size", tuple(SIZES))
+        for implementation in words(options.implementation, "--implementation", IMPLEMENTATIONS)
+    ]
+
+
+def run(parameters: Parameters) -> Measurement:
+    """Time, bandwidth and memory of one implementation on one model's shapes."""
+    device = torch.device(str(parameters["device"]))
+    with torch.device("meta"):
+        shapes = [p.shape for p in TransformerLM(size(str(parameters["size"]))).parameters()]
+    params = [torch.randn(shape, device=device).requires_grad_() for shape in shapes]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    implementation = str(parameters["implementation"])
+    if implementation == "groundup":
+        optimizer: torch.optim.Optimizer = AdamW(params, **SETTINGS)
+    else:
+        optimizer = torch.optim.AdamW(params, **SETTINGS, **cast(Any, {implementation: True}))
+
+    def step(mark: Callable[[str], None]) -> None:
+        optimizer.step()
+        mark("update")
+
+    timing = time_steps(step, int(parameters["warmup"]), int(parameters["steps"]), device)
+    total = sum(p.numel() for p in params)
+    times = summary(timing.phases["total"])
+    metrics: dict[str, Any] = {
+        "parameters.total": total,
+        "time.update": times,
+        "bandwidth.update": BYTES_PER_PARAMETER * total / times["median"] / 1e6,
+        "memory.temporary": _temporary(optimizer, device),
+    }
+    stamp = {"dtype": "float32", "grad_mode": "no_grad", "step": "steady"}
+    stamp |= {"method": timing.method, "clocks": timing.clocks}
+    notes = {} if device.type == "cuda" else {"memory": "the allocator is not measured on the CPU: null"}
+    return Measurement(metrics, stamp, notes)
+
+
+def _temporary(optimizer: torch.optim.Optimizer, device: torch.device) -> int | None:
+    """Bytes an update needs beyond what is held before and after it."""
+    if device.type != "cuda":
+        return None
+    held = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    optimizer.step()
+    return torch.cuda.max_memory_allocated(device) - held
+
+
+BENCHMARK = Benchmark(
+    module=__name__,
+    options=Options,
+    cells=cells,
+    run=run,
+    group=lambda parameters: parameters["size"],
+    columns=(
+        Column("parameters", "parameters.total"),
+        Column("update, ms", "time.update", "ms"),
+        Column("GB/s", "bandwidth.update", "GB/s"),
+        Column("temporary, GiB", "memory.temporary", "GiB"),
+    ),
+    plot_x="size",
+    plot_y="bandwidth.update",
+)

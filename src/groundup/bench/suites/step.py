@@ -1,0 +1,291 @@
+"""Time and memory of a model's forward pass, backward pass and training step.
+
+The course's first benchmark: random weights and tokens on the device, batch 4, the sizes of config/sizes.py. A step is
+zero gradients (untimed), forward with the loss, backward, and for train-step AdamW's update; no clipping, no data
+loading. Memory is read in one untimed step after the timed ones, with the allocator's peak reset at each phase, so a
+phase's peak is its own, and the optimizer's state exists as it does in any step but the first.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, at_least, numbers, words
+from groundup.bench.cells import Parameters
+from groundup.bench.check import check_steps
+from groundup.bench.harness import Timing, summary, time_steps
+from groundup.bench.precision import PRECISIONS, dtype_name, use_precision
+from groundup.bench.sweep import resolve_device
+from groundup.config import ModelConfig, RunConfig, load_toml, size
+from groundup.model import TransformerLM, count_parameters
+from groundup.optim import AdamW, parameter_groups
+
+MODES = ("forward", "forward-backward", "train-step")
+SHAPE = ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "tie_embeddings")
+
+
+@dataclass(frozen=True)
+class Options(SweepOptions):
+    """Time and memory of a model's forward pass, backward pass and training step.
+
+    Lists are separated by commas; every combination is one cell.
+    """
+
+    size: str = "small"
+    """Named sizes (groundup account lists them)."""
+    config: str = ""
+    """TOML file of a run whose [model] is measured instead of the named sizes."""
+    context: str = "128,256,512"
+    """Context lengths in tokens."""
+    batch: str = "4"
+    """Sequences a step."""
+    mode: str = "forward-backward"
+    """forward, forward-backward, train-step."""
+    grad: str = "off"
+    """For mode forward: off is torch.no_grad, on records the graph. The other modes always record it."""
+    precision: str = "fp32"
+    """fp32, tf32, bf16 (autocast around forward and loss, float32 weights)."""
+    compile: str = "no"
+    """no, model (torch.compile of the whole), blocks (of the block, once for all layers: seconds, not minutes)."""
+    warmup: str = "5"
+    """Untimed steps before the timed ones; 0 times the first step in a fresh process."""
+    steps: int = 10
+    """Timed steps."""
+    check: bool = False
+    """Print what the account predicts beside what was measured, with the error of each line."""
+    strict: bool = False
+    """With --check: exit code 1 when a line misses its target."""
+    hardware: str = ""
+    """GPU of the account's table for the predicted time; empty: the one measured on, from its measured peaks."""
+
+
+def cells(options: Options) -> list[Parameters]:
+    """Every combination; compile, precision and size are the outer loops."""
+    at_least(options.steps, "--steps", 1)
+    device = resolve_device(options.device)
+    shapes = _shapes(options)
+    contexts, batches = numbers(options.context, "--context"), numbers(options.batch, "--batch")
+    modes, grads = words(options.mode, "--mode", MODES), words(options.grad, "--grad", ("off", "on"))
+    warmups = numbers(options.warmup, "--warmup", least=0)
+    return [
+        {
+            "size": name,
+            **{field: getattr(shape, field) for field in SHAPE},
+            "mode": mode,
+            "grad": grad,
+            "precision": precision,
+            "compile": compiled,
+            "batch_size": batch,
+            "context_length": context,
+            "warmup": warmup,
+            "steps": options.steps,
+            "seed": options.seed,
+            "device": device,
+        }
+        for compiled in words(options.compile, "--compile", ("no", "model", "blocks"))
+        for precision in words(options.precision, "--precision", PRECISIONS)
+        for name, shape in shapes.items()
+        for mode in modes
+        for grad in (grads if mode == "forward" else ["on"])
+        for batch in batches
+        for context in contexts
+        for warmup in warmups
+    ]
+
+
+def _shapes(options: Options) -> dict[str, ModelConfig]:
+    if options.config:
+        path = Path(options.config)
+        return {path.stem: load_toml(path, RunConfig).model.resolve()}
+    names = [name.strip() for name in options.size.split(",") if name.strip()]
+    return {name: size(name).resolve() for name in names}
+
+
+def group(parameters: Parameters) -> object:
+    """One process a size and precision; one for itself where the first step counts."""
+    if parameters["warmup"] == 0:
+        return tuple(parameters.values())
+    return parameters["size"], parameters["precision"], parameters["compile"]
+
+
+def model_config(parameters: Parameters) -> ModelConfig:
+    """The shape that a cell measures."""
+    fields: dict[str, Any] = {name: parameters[name] for name in SHAPE}
+    return ModelConfig(**fields, context_length=int(parameters["context_length"])).resolve()
+
+
+def run(parameters: Parameters) -> Measurement:
+    """Measure one cell."""
+    device = torch.device(str(parameters["device"]))
+    subject = Subject(parameters, device)
+    timing = time_steps(
+        subject.step, int(parameters["warmup"]), int(parameters["steps"]), device, prepare=subject.prepare
+    )
+    tokens = int(parameters["batch_size"]) * int(parameters["context_length"])
+    metrics: dict[str, Any] = {"parameters.total": count_parameters(subject.model)}
+    metrics |= _time_metrics(timing, tokens) | subject.tensor_bytes() | subject.memory() | count_flops(parameters)
+    notes = {} if device.type == "cuda" else {"memory": "the allocator is not measured on the CPU: null"}
+    return Measurement(metrics, _stamp(parameters, timing), notes)
+
+
+def _time_metrics(timing: Timing, tokens: int) -> dict[str, Any]:
+    metrics: dict[str, Any] = {f"time.{name}": summary(samples) for name, samples in timing.phases.items()}
+    metrics["time.step"] = metrics.pop("time.total")
+    metrics["time.first_step"] = timing.first["total"]
+    metrics["tokens_per_second"] = tokens / metrics["time.step"]["median"] * 1e3
+    return metrics
+
+
+def _stamp(parameters: Parameters, timing: Timing) -> dict[str, Any]:
+    return {
+        "dtype": dtype_name(str(parameters["precision"])),
+        "grad_mode": "grad" if parameters["grad"] == "on" else "no_grad",
+        "step": "steady" if parameters["warmup"] else "includes the first step",
+        "method": timing.method,
+        "clocks": timing.clocks,
+    }
+
+
+class Subject:
+    """The model under measurement, its batch and its optimizer."""
+
+    def __init__(self, parameters: Parameters, device: torch.device):
+        self.device, self.mode = device, str(parameters["mode"])
+        self.records = parameters["grad"] == "on"
+        self.autocast = use_precision(str(parameters["precision"]), device)
+        self.start = self._allocated()
+        with torch.device(device):
+            self.model = TransformerLM(model_config(parameters))
+            self.model.init_weights(int(parameters["seed"]))
+            shape = (int(parameters["batch_size"]), int(parameters["context_length"]))
+            self.ids = torch.randint(self.model.config.vocab_size, shape)
+            self.targets = torch.randint(self.model.config.vocab_size, shape)
+        if parameters["compile"] == "model":
+            self.model.compile()
+        elif parameters["compile"] == "blocks":
+            for block in self.model.layers:
+                block.compile()
+        self.optimizer = AdamW(parameter_groups(self.model, 0.1), lr=1e-4) if self.mode == "train-step" else None
+        self.after_init = self._allocated()
+        self.prepared = 0
+        self.first_peak: int | None = None
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+    def prepare(self) -> None:
+        """What comes before a step, untimed: gradients away; around the first step, its own peak of memory."""
+        self.model.zero_grad(set_to_none=True)
+        if self.device.type == "cuda":
+            if self.prepared == 0:
+                torch.cuda.reset_peak_memory_stats(self.device)
+            elif self.prepared == 1:
+                self.first_peak = torch.cuda.max_memory_allocated(self.device) - self.start
+        self.prepared += 1
+
+    def forward(self) -> Tensor:
+        with torch.set_grad_enabled(self.records), self.autocast:
+            return self.model(self.ids, self.targets)
+
+    def step(self, mark: Callable[[str], None]) -> None:
+        """One step; `mark` ends each phase."""
+        loss = self.forward()
+        mark("forward")
+        if self.mode == "forward":
+            return
+        loss.backward()
+        mark("backward")
+        if self.optimizer is not None:
+            self.optimizer.step()
+            mark("optimizer")
+
+    def tensor_bytes(self) -> dict[str, int]:
+        """Bytes of the tensors themselves, as their shapes and dtypes say: exact, on any device."""
+        params = list(self.model.parameters())
+        state = [] if self.optimizer is None else self.optimizer.state.values()
+        tensors = [value for entry in state for value in entry.values() if isinstance(value, Tensor)]
+        gradients = [p.grad for p in params if p.grad is not None]
+        return {
+            "memory.parameters": sum(p.nbytes for p in params),
+            "memory.gradients": sum(g.nbytes for g in gradients),
+            "memory.optimizer": sum(t.nbytes for t in tensors),
+        }
+
+    def memory(self) -> dict[str, int | None]:
+        """What the allocator holds after each phase of one untimed step, and each phase's peak; bytes above the start.
+
+        `static` is held between steps with gradients in place; `workspace` is cuBLAS's, and is inside the others.
+        """
+        names = ("init", "forward", "backward", "optimizer")
+        if self.device.type != "cuda":
+            keys = [f"memory.after_{n}" for n in names] + [f"memory.peak_{n}" for n in names[1:]]
+            keys += ["memory.peak", "memory.peak_first_step", "memory.static", "memory.workspace", "memory.reserved"]
+            return dict.fromkeys(keys)
+        self.prepare()
+        found: dict[str, int | None] = {"memory.after_init": self.after_init - self.start}
+        held = self._allocated()
+        torch._C._cuda_clearCublasWorkspaces()
+        found["memory.workspace"] = held - self._allocated()
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+        def mark(name: str) -> None:
+            found[f"memory.after_{name}"] = self._allocated() - self.start
+            found[f"memory.peak_{name}"] = torch.cuda.max_memory_allocated(self.device) - self.start
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+        self.step(mark)
+        torch._C._cuda_clearCublasWorkspaces()
+        found["memory.static"] = self._allocated() - self.start
+        found["memory.peak"] = max(value for key, value in found.items() if key.startswith("memory.peak_") and value)
+        found["memory.peak_first_step"] = self.first_peak
+        found["memory.reserved"] = torch.cuda.memory_reserved(self.device)
+        return found
+
+
+def count_flops(parameters: Parameters) -> dict[str, int]:
+    """FLOPs of the model's own operations as torch.utils.flop_counter sees them pass, on tensors without data."""
+    with torch.device("meta"):
+        model = TransformerLM(model_config(parameters))
+        ids = torch.zeros(int(parameters["batch_size"]), int(parameters["context_length"]), dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(parameters["grad"] == "on"):
+        loss = model(ids, ids)
+        forward = counter.get_total_flops()
+        if parameters["mode"] != "forward":
+            loss.backward()
+    counts = {"flops.forward": forward}
+    if parameters["mode"] != "forward":
+        counts["flops.backward"] = counter.get_total_flops() - forward
+    return counts
+
+
+def _check(measured: list, options: Options) -> list[dict[str, Any]]:
+    return check_steps(measured, model_config, options.hardware)
+
+
+BENCHMARK = Benchmark(
+    module=__name__,
+    options=Options,
+    cells=cells,
+    run=run,
+    group=group,
+    columns=(
+        Column("forward, ms", "time.forward", "ms"),
+        Column("backward, ms", "time.backward", "ms"),
+        Column("optimizer, ms", "time.optimizer", "ms"),
+        Column("step, ms", "time.step", "ms"),
+        Column("first step, ms", "time.first_step", "ms"),
+        Column("after forward, GiB", "memory.after_forward", "GiB"),
+        Column("peak, GiB", "memory.peak", "GiB"),
+        Column("tokens/s", "tokens_per_second"),
+    ),
+    hidden=SHAPE,
+    plot_x="context_length",
+    plot_y="time.step",
+    check=_check,
+    seconds_per_cell=60.0,
+)

@@ -1,0 +1,168 @@
+"""A sweep: the cells a benchmark's options ask for, measured group by group in worker processes, kept one by one.
+
+Each finished cell is a file, so a sweep that was stopped (Ctrl-C, a deadline, a reboot) continues where it was: cells
+that are there with status "ok" are not measured again. A cell that runs out of memory, crashes or exceeds its time
+limit is a cell with that status; its process is replaced and the sweep goes on.
+"""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from groundup.bench.benchmark import Benchmark, SweepOptions
+from groundup.bench.cells import Cell, Parameters, make_cell, read_cell, write_cell
+from groundup.errors import UserError
+
+Progress = Callable[[int, int, Cell], None]
+"""Called after each cell: its number from 1, the number of cells to measure, the cell."""
+
+
+def directory_of(benchmark: Benchmark, options: SweepOptions) -> Path:
+    """Where the sweep keeps its cells."""
+    return Path(options.out) if options.out else Path("runs") / "bench" / benchmark.name
+
+
+def resolve_device(name: str) -> str:
+    """auto → cuda where there is one. Raises UserError for cuda without a GPU. Creates no CUDA context."""
+    import torch
+
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise UserError("--device cuda: torch sees no GPU here; use --device cpu")
+    return name if name != "auto" else "cuda" if available else "cpu"
+
+
+def sweep(benchmark: Benchmark, options: SweepOptions, progress: Progress | None = None) -> tuple[list[Cell], int]:
+    """Measure what is missing; return every cell the options ask for that exists, and how many do not (deadline)."""
+    wanted = _distinct(benchmark.cells(options))
+    directory = directory_of(benchmark, options)
+    found: dict[str, Cell] = {}
+    for parameters in wanted:
+        cell = None if options.fresh else read_cell(directory, parameters)
+        if cell is not None and cell["status"] == "ok":
+            found[_key(parameters)] = cell
+    missing = [parameters for parameters in wanted if _key(parameters) not in found]
+    end = monotonic() + options.deadline_seconds if options.deadline_seconds else float("inf")
+    count = 0
+    for group in _groups(benchmark, missing):
+        worker = Worker(benchmark)
+        try:
+            for parameters in group:
+                if monotonic() >= end:
+                    break
+                cell = worker.measure(parameters, options.time_limit)
+                write_cell(directory, cell)
+                found[_key(parameters)] = cell
+                count += 1
+                if progress is not None:
+                    progress(count, len(missing), cell)
+        finally:
+            worker.stop()
+    return [found[_key(p)] for p in wanted if _key(p) in found], len(wanted) - len(found)
+
+
+def _key(parameters: Parameters) -> str:
+    return json.dumps(parameters, sort_keys=True)
+
+
+def _distinct(wanted: list[Parameters]) -> list[Parameters]:
+    return list({_key(parameters): parameters for parameters in wanted}.values())
+
+
+def _groups(benchmark: Benchmark, cells: list[Parameters]) -> list[list[Parameters]]:
+    """Cells that share a process, the groups in the order of their first cells."""
+    groups: dict[object, list[Parameters]] = {}
+    for parameters in cells:
+        groups.setdefault(benchmark.group(parameters), []).append(parameters)
+    return list(groups.values())
+
+
+class Worker:
+    """A worker process, started when it is first needed and again after it ended."""
+
+    def __init__(self, benchmark: Benchmark):
+        self.benchmark = benchmark
+        self.process: subprocess.Popen[str] | None = None
+
+    def measure(self, parameters: Parameters, time_limit: float) -> Cell:
+        """The cell, whatever becomes of the process that measures it."""
+        if self.process is None:
+            self._start()
+        process = self.process
+        assert process is not None
+        request = json.dumps({"module": self.benchmark.module, "parameters": parameters})
+        try:
+            print(request, file=process.stdin, flush=True)
+            line = self.replies.get(timeout=time_limit)
+        except queue.Empty:
+            self.stop()
+            return make_cell(
+                self.benchmark.name, parameters, "timeout", f"stopped after the time limit of {time_limit:g} s"
+            )
+        except BrokenPipeError:
+            line = ""
+        if line:
+            cell = json.loads(line)
+            if cell["status"] != "ok":
+                self.stop()
+            return cell
+        code = process.wait()
+        message = self._last_words(code)
+        self.stop()
+        return make_cell(self.benchmark.name, parameters, "error", message)
+
+    def _start(self) -> None:
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by stop)
+        # A session of its own: Ctrl-C reaches the sweep alone, and stop() reaches the compiler's processes too.
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "groundup.bench.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            encoding="utf-8",
+            start_new_session=True,
+        )
+        self.replies: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=_forward_lines, args=(self.process.stdout, self.replies), daemon=True).start()
+
+    def _last_words(self, code: int) -> str:
+        """How the process ended and the last line it wrote to standard error."""
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        self.errors.seek(0)
+        lines = self.errors.read().decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f"the process ended ({how}): {last}" if last else f"the process ended ({how})"
+
+    def stop(self) -> None:
+        """End the process and its children."""
+        process, self.process = self.process, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for stream in (process.stdin, process.stdout, self.errors):
+            if stream is not None:
+                with suppress(BrokenPipeError):
+                    stream.close()
+
+
+def _forward_lines(stream: Any, replies: "queue.Queue[str]") -> None:
+    """Every line into the queue, then an empty string for the end."""
+    try:
+        for line in stream:
+            replies.put(line)
+    except ValueError:  # closed by stop()
+        pass
+    replies.put("")

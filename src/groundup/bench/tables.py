@@ -1,0 +1,124 @@
+"""Cells as a table: Markdown or LaTeX, with everything that all cells share said once below it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tabulate import tabulate
+
+from groundup.bench.benchmark import Benchmark, Column
+from groundup.bench.cells import Cell
+
+FORMATS = {"markdown": "pipe", "latex": "latex_booktabs", "plain": "simple"}
+
+_WRITTEN = {"oom": "OOM", "error": "error", "timeout": "timeout"}
+_STAMP = ("gpu", "driver", "cpu", "threads", "torch", "triton", "cuda", "dtype", "tf32", "grad_mode", "step", "method")
+
+
+def table(benchmark: Benchmark, cells: Sequence[Cell], form: str = "markdown") -> str:
+    """Rows are cells, columns the parameters that vary and the metrics that any cell has.
+
+    A cell that was not measured shows its status in its first metric column. `form`: markdown, latex or plain.
+    """
+    shown = [c for c in benchmark.columns if any(cell["metrics"].get(c.metric) is not None for cell in cells)]
+    varying = varying_parameters(benchmark, cells)
+    rows = []
+    for cell in cells:
+        values = [_number(cell["metrics"].get(column.metric), column) for column in shown]
+        if cell["status"] != "ok":
+            values = [_WRITTEN[cell["status"]], *[""] * (len(shown) - 1)] if shown else []
+        rows.append([_word(cell["parameters"].get(name)) for name in varying] + values)
+    titles = [name.replace("_", " ") for name in varying] + [column.title for column in shown]
+    # Numbers are already written as they should be; tabulate would round them again.
+    text = tabulate(rows, headers=titles, tablefmt=FORMATS[form], disable_numparse=True)
+    lines = [text, "", *_below(benchmark, cells)]
+    if form == "latex":
+        lines = [text, *(f"% {line}" for line in _below(benchmark, cells))]
+    return "\n".join(lines)
+
+
+def progress_line(benchmark: Benchmark, cell: Cell) -> str:
+    """One finished cell in one line: what was asked for, what came out."""
+    hidden = (*benchmark.hidden, "seed", "steps", "device")
+    asked = " ".join(_word(value) for name, value in cell["parameters"].items() if name not in hidden)
+    if cell["status"] != "ok":
+        return f"{asked}: {_WRITTEN[cell['status']]} ({cell['message'][:150]})"
+    values = [(c.title, _number(cell["metrics"].get(c.metric), c)) for c in benchmark.columns]
+    return f"{asked}: " + ", ".join(f"{title} {value}" for title, value in values if value)
+
+
+def varying_parameters(benchmark: Benchmark, cells: Sequence[Cell]) -> list[str]:
+    """Names of the parameters that differ between cells, in the benchmark's order."""
+    names = list(dict.fromkeys(name for cell in cells for name in cell["parameters"]))
+    hidden = benchmark.hidden
+    return [
+        name for name in names if name not in hidden and len({repr(cell["parameters"].get(name)) for cell in cells}) > 1
+    ]
+
+
+def _below(benchmark: Benchmark, cells: Sequence[Cell]) -> list[str]:
+    """What the cells share, and what they were measured with; a stamp that differs lists its values."""
+    varying = varying_parameters(benchmark, cells)
+    first = cells[0]["parameters"]
+    fixed = [f"{k.replace('_', ' ')} {_word(v)}" for k, v in first.items() if k not in (*varying, *benchmark.hidden)]
+    stamps = []
+    for name in _STAMP:
+        values = {_word(cell["environment"][name]) for cell in cells if cell["environment"].get(name) is not None}
+        if values:
+            stamps.append(f"{name.replace('_', ' ')} {' | '.join(sorted(values))}")
+    lines = [f"All rows: {', '.join(fixed)}.", f"Measured with: {'; '.join(stamps)}."]
+    if any(column.kind == "ms" for column in benchmark.columns):
+        lines.append("Times: mean ± standard deviation of the timed steps. GiB = 2^30 bytes, GB = 1e9 bytes.")
+    failures = {f"{_WRITTEN[c['status']]}: {c['message']}" for c in cells if c["status"] in ("error", "timeout")}
+    return lines + sorted(failures)
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "" if value is None else str(value)
+
+
+def _number(value: Any, column: Column) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, dict):
+        return f"{_digits(value['mean'])} ± {_digits(value['std'])}"
+    if column.kind == "4 decimals":
+        return f"{value:.4f}"
+    if column.kind == "GiB":
+        return f"{value / 2**30:.2f}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return value if isinstance(value, str) else _digits(value)
+
+
+def _digits(value: float) -> str:
+    """Four significant digits or so, without an exponent."""
+    for limit, places in ((100, 0 if value >= 10_000 else 1), (10, 2), (1, 3)):
+        if abs(value) >= limit:
+            return f"{value:,.{places}f}"
+    return f"{value:.4f}"
+
+
+def check_table(rows: Sequence[dict[str, Any]], form: str = "markdown") -> str:
+    """Predictions beside measurements, a line each; `form` as in `table`."""
+    body = [
+        [
+            row["cell"],
+            row["line"],
+            _plain(row["predicted"]),
+            _plain(row["measured"]),
+            "" if row["error"] is None else f"{row['error']:+.2%}",
+            row["target"],
+            {True: "ok", False: "MISSED", None: row["reason"]}[row["met"]],
+        ]
+        for row in rows
+    ]
+    titles = ["cell", "line", "predicted", "measured", "error", "target", ""]
+    return tabulate(body, headers=titles, tablefmt=FORMATS[form], disable_numparse=True)
+
+
+def _plain(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,}" if isinstance(value, int) else _digits(value)

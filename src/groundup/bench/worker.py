@@ -1,0 +1,88 @@
+"""The process that measures: `python -m groundup.bench.worker` reads requests and writes cells, a JSON line each.
+
+A separate process because an out-of-memory, a crash of the driver or a leak must cost one cell, not the sweep, and
+because one process's allocator and compiler state must not colour the next group's numbers. Cells of one group share
+a process, so that torch is not imported for each. After anything but success the process ends: what an
+out-of-memory leaves behind is not a clean place to measure in.
+"""
+
+import gc
+import json
+import os
+import sys
+import threading
+import traceback
+from importlib import import_module
+from time import sleep
+from typing import Any
+
+import torch
+
+from groundup.bench.benchmark import Benchmark
+from groundup.bench.cells import Cell, Parameters, make_cell
+from groundup.bench.environment import environment
+
+_NO_MEMORY = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed")
+
+
+def main() -> None:
+    """Serve until standard input ends or a cell fails. Whatever else prints, prints to standard error."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    for index, line in enumerate(sys.stdin):
+        request = json.loads(line)
+        benchmark: Benchmark = import_module(request["module"]).BENCHMARK
+        cell = measure(benchmark, request["parameters"], {"earlier_cells_in_process": index})
+        replies.write(json.dumps(cell) + "\n")
+        replies.flush()
+        if cell["status"] != "ok":
+            break
+
+
+def _end_with_parent(parent: int) -> None:
+    """A sweep that was killed cannot stop its worker; the worker sees that it became an orphan."""
+    while os.getppid() == parent:
+        sleep(2)
+    os._exit(1)
+
+
+def measure(benchmark: Benchmark, parameters: Parameters, stamp: dict[str, Any] | None = None) -> Cell:
+    """One cell, whatever happens to it; `stamp` joins the environment."""
+    device = torch.device(str(parameters["device"]))
+    clear(device)
+    torch.manual_seed(int(parameters.get("seed", 0)))
+    common = (stamp or {}) | {"seed": parameters.get("seed", 0)}
+    try:
+        result = benchmark.run(parameters)
+    except Exception as error:
+        traceback.print_exc()
+        last = traceback.format_exception_only(error)[-1].strip().split("\n")[0]
+        status = "oom" if is_out_of_memory(error) else "error"
+        return make_cell(benchmark.name, parameters, status, last, environment=environment(device) | common)
+    seen = environment(device) | common | dict(result.stamp)
+    return make_cell(benchmark.name, parameters, "ok", "", result.metrics, result.notes, seen)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether the device's or the host's memory did not suffice."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _NO_MEMORY)
+
+
+def clear(device: torch.device) -> None:
+    """Give back what the previous cell left: compiled code, cached blocks, cuBLAS's workspaces."""
+    if "torch._dynamo" in sys.modules:  # importing it only to reset it would cost seconds
+        torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        # Workspaces live in torch's allocator and would count as the next cell's memory.
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+if __name__ == "__main__":
+    main()
