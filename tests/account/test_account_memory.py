@@ -1,0 +1,255 @@
+"""Memory: held, byte for byte, to what autograd saves and to what torch's allocator is asked for on the CPU."""
+
+import warnings
+from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from test_account_counts import SHAPES, checkpointed_loss, tiny
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from groundup.account import Setting, memory, parameters, trace
+from groundup.account.allocator import MIB, CachingAllocator
+from groundup.account.memory import kv_cache_bytes
+from groundup.account.program import AdamW
+from groundup.config import ModelConfig
+from groundup.model import TransformerLM
+from groundup.optim import adamw
+
+PRECISIONS = ["fp32", "bf16-mixed", "bf16-pure"]
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "int64", torch.bool: "bool"}
+HOST_SCALARS = 128
+"""Bytes of Python numbers that torch wraps as tensors on the host; on a GPU they never reach the device."""
+
+
+def autocast(precision: str) -> AbstractContextManager:
+    return torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext()
+
+
+def real_model(config: ModelConfig, precision: str) -> TransformerLM:
+    model = TransformerLM(config)
+    return model.to(torch.bfloat16) if precision == "bf16-pure" else model
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("changes", SHAPES)
+@pytest.mark.parametrize(("batch", "context"), [(3, 12), (1, 7), (2, 1)])
+def test_saved_tensors_are_autograds(changes: dict[str, Any], batch: int, context: int, precision: str) -> None:
+    config = tiny(**changes)
+    model = real_model(config, precision)
+    ids = torch.randint(config.vocab_size, (batch, context))
+    known = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers(), ids]}
+    saved: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in known:
+            saved.setdefault(address, tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), autocast(precision):
+        model(ids, ids)
+    expected = Counter((t.untyped_storage().nbytes(), NAMES[t.dtype]) for t in saved.values())
+    listed = trace(config, Setting(batch, context, "forward", precision, grad=True)).saved
+    assert Counter((t.bytes, t.dtype) for t in listed) == expected
+
+
+def peaks(run: Any) -> tuple[int, int, int, int]:
+    """Largest and last sum of allocated bytes before and after the mark, as torch's profiler saw them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            kept = run()
+        assert profiler.profiler is not None
+        events = profiler.profiler.kineto_results.events()
+    del kept
+    marks = [e.start_ns() for e in events if e.name() == "MARK"]
+    mark = marks[0] if marks else float("inf")
+    live, found = 0, [0, 0, 0, 0]
+    for event in events:
+        if event.name() != "[memory]":
+            continue
+        live += event.nbytes()
+        at = 0 if event.start_ns() < mark else 2
+        found[at], found[at + 1] = max(found[at], live), live
+    return found[0], found[1], found[2], found[3]
+
+
+def predicted_peaks(config: ModelConfig, setting: Setting) -> tuple[int, int, int, int]:
+    phases = trace(config, setting, plain=True, steps=1).phases
+    base, forward, backward = phases["init"].end, phases["forward"], phases.get("backward")
+    after = (backward.peak - base, backward.end - base) if backward else (0, 0)
+    return forward.peak - base, forward.end - base, *after
+
+
+# Heavy attention, heavy logits, grouped heads, tied, one head: each puts the peak somewhere else.
+PEAKS = [
+    {"d_model": 64, "context_length": 128},
+    {"d_model": 64, "context_length": 128, "n_kv_heads": 2},
+    {"vocab_size": 3000, "context_length": 32},
+    {"vocab_size": 3000, "context_length": 32, "tie_embeddings": True},
+    {"d_model": 64, "context_length": 96, "n_heads": 1, "d_ff": 512},
+]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("changes", PEAKS)
+def test_peaks_of_forward_and_backward_are_torchs(changes: dict[str, Any], precision: str) -> None:
+    config = tiny(**changes)
+    model = real_model(config, precision)
+    ids = torch.randint(config.vocab_size, (3, config.context_length))
+
+    def step() -> torch.Tensor:
+        with autocast(precision):
+            loss = model(ids, ids)
+        with record_function("MARK"):
+            pass
+        loss.backward()
+        return loss
+
+    step()
+    model.zero_grad()
+    measured = peaks(step)
+    predicted = predicted_peaks(config, Setting(3, 0, "forward-backward", precision))
+    assert predicted == pytest.approx(measured, rel=0, abs=HOST_SCALARS)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
+@pytest.mark.parametrize("changes", PEAKS[:2])
+def test_peak_of_a_forward_pass_without_gradients(changes: dict[str, Any], precision: str) -> None:
+    config = tiny(**changes)
+    model = real_model(config, precision)
+    ids = torch.randint(config.vocab_size, (3, config.context_length))
+
+    def step() -> torch.Tensor:
+        with torch.no_grad(), autocast(precision):
+            return model(ids)
+
+    step()
+    predicted = predicted_peaks(config, Setting(3, 0, "forward", precision, loss=False))
+    assert predicted == pytest.approx(peaks(step), rel=0, abs=HOST_SCALARS)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_peaks_with_activation_checkpointing(every: int, precision: str) -> None:
+    """torch keeps a random state a piece (host memory, about 5 kB each) that a GPU's peak does not see."""
+    config = tiny(d_model=64, context_length=128)
+    model = real_model(config, precision)
+    ids = torch.randint(config.vocab_size, (3, config.context_length))
+
+    def step() -> torch.Tensor:
+        with autocast(precision):
+            loss = checkpointed_loss(model, ids, every)
+        with record_function("MARK"):
+            pass
+        loss.backward()
+        return loss
+
+    step()
+    model.zero_grad()
+    measured = peaks(step)
+    setting = Setting(3, 0, "forward-backward", precision, checkpoint_every=every)
+    host_state = 6000 * (config.n_layers // every + 3)
+    assert predicted_peaks(config, setting) == pytest.approx(measured, rel=0, abs=host_state + HOST_SCALARS)
+    assert host_state < 0.02 * measured[2]
+
+
+def test_optimizer_lines_are_the_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update's lines in order, and the one temporary: a root as large as the weights."""
+    called: list[str] = []
+    for name in {name for name in dir(torch) if name.startswith("_foreach_")}:
+        original = getattr(torch, name)
+
+        def spy(*args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
+            called.append(_name.removeprefix("_foreach_").removesuffix("_"))
+            return _original(*args, **kwargs)
+
+        monkeypatch.setattr(torch, name, spy)
+    tensors = [[torch.ones(500, 400), torch.ones(300)] for _ in range(4)]
+
+    def update() -> None:
+        adamw.adamw_update_many(*tensors, 1, 1e-3, (0.9, 0.95), 1e-8, 0.1)
+
+    update()
+    assert called == [name for name, _ in AdamW.PASSES]
+    assert peaks(update)[0] == pytest.approx(4 * (500 * 400 + 300), abs=HOST_SCALARS)
+    config = tiny(context_length=2, vocab_size=4000)
+    step = trace(config, Setting(1, 2), plain=True)
+    count = parameters(config)["total"]
+    before = step.phases["backward"].end
+    gains = config.d_model * (2 * config.n_layers + 1)
+    assert step.phases["optimizer"].peak - before == 4 * (count - gains)
+    assert step.phases["first.optimizer"].peak - step.phases["first.backward"].end == 4 * (3 * count - 3 * gains)
+
+
+def test_what_stays_is_sixteen_bytes_a_parameter() -> None:
+    config = tiny()
+    table, count = memory(config, Setting(2)), parameters(config)["total"]
+    assert (table["parameters"], table["gradients"], table["optimizer"]) == (4 * count, 4 * count, 8 * count)
+    half = memory(config, Setting(2, precision="bf16-pure"))
+    assert (half["parameters"], half["gradients"], half["optimizer"]) == (2 * count, 2 * count, 4 * count)
+    forward = memory(config, Setting(2, mode="forward"))
+    assert (forward["gradients"], forward["optimizer"], forward["activations"]) == (0, 0, 0)
+
+
+def test_one_block_by_hand() -> None:
+    """batch 1, 2 tokens, d 4, one head, d_ff 6, fp32: the block's tensors as one would list them on paper."""
+    config = ModelConfig(8, 2, 4, 1, 1, 1, 6).resolve()
+    saved = trace(config, Setting(1, mode="forward-backward")).saved
+    block = [t for t in saved if t.name.startswith("layers.0.")]
+    row, wide, square = 2 * 4 * 4, 2 * 6 * 4, 2 * 2 * 4
+    norms = 2 * (2 * 4 + 2 * row)  # 1 / rms, x / rms, the output (both norms)
+    attention = 3 * 4 * 4 * 4 + 3 * row  # joined weights, and the joined output that v is a view of
+    attention += 2 * row + 2 * 2 + 2 * square + 2 * 2 * 4  # q, k, mask, exp and weights, sum and clamped sum
+    attention += row  # the heads' output
+    assert sum(t.bytes for t in block) == norms + attention + 5 * wide + 2 * row  # 5 in the ffn, 2 residual sums
+
+
+def test_flash_attention_keeps_no_scores() -> None:
+    config = tiny(context_length=64)
+    reference = trace(config, Setting(2, mode="forward-backward"))
+    flash = trace(config, Setting(2, mode="forward-backward", attention="flash"))
+    square = {t.shape for t in flash.saved if t.shape[-2:] == (64, 64)}
+    assert not square
+    scores = 2 * 4 * 64 * 64 * 4
+    kept = sum(t.bytes for t in reference.saved) - sum(t.bytes for t in flash.saved)
+    assert kept > config.n_layers * 1.5 * scores
+    assert memory(config, Setting(2, attention="flash"))["activations.scores"] == 0
+
+
+def test_kv_cache_by_hand() -> None:
+    assert kv_cache_bytes(tiny(n_kv_heads=2), 3, 10, 2) == 2 * 3 * 3 * 2 * 10 * 4 * 2
+
+
+def test_allocator_counts_blocks() -> None:
+    allocator = CachingAllocator()
+    small = allocator.malloc(1)
+    assert (allocator.allocated, allocator.reserved) == (512, 2 * MIB)
+    matrix = allocator.malloc(1600 * 6400 * 4)
+    assert allocator.allocated == 512 + 40 * MIB  # 39.06 MiB: the rest is too small to split off
+    split = allocator.malloc(10 * MIB + 512)
+    assert allocator.allocated == 512 + 40 * MIB + 10 * MIB + 512  # 1.9995 MiB remain: split
+    for block in (small, matrix, split):
+        allocator.free(block)
+    assert allocator.allocated == 0
+    assert allocator.reserved == 2 * MIB + 40 * MIB + 12 * MIB
+    again = allocator.malloc(11 * MIB)  # best fit: the merged block of 12 MiB, whose rest of 1 MiB stays with it
+    assert (allocator.allocated, allocator.reserved) == (12 * MIB, 54 * MIB)
+    allocator.free(again)
+    pair = [allocator.malloc(3 * MIB) for _ in range(2)]
+    assert allocator.allocated == 6 * MIB  # cut from the 12 MiB block
+    for block in pair:
+        allocator.free(block)
+    assert allocator.malloc(12 * MIB)
+    assert allocator.reserved == 54 * MIB  # the pieces were merged again
+
+
+def test_peaks_repeat_exactly() -> None:
+    """Lifetimes follow Python's reference counts; the result must not depend on the garbage collector."""
+    config = tiny(context_length=64)
+    setting = Setting(2, checkpoint_every=2)
+    first = trace(config, setting)
+    assert [p.peak for p in first.phases.values()] == [p.peak for p in trace(config, setting).phases.values()]
