@@ -104,6 +104,7 @@ def test_a_separator_ending_a_file_or_missing_there(tmp_path):
         (tmp_path / name).write_text(text)
     assert list(documents([tmp_path / "a", tmp_path / "b", tmp_path / "c"])) == ["one", "two", "three", "four"]
     assert list(documents([tmp_path])) == ["one", "two", "three", "four"]
+    assert list(documents(tmp_path)) == list(documents(str(tmp_path))) == ["one", "two", "three", "four"]
 
 
 def test_a_document_larger_than_blocks_comes_in_bounded_pieces(tmp_path):

@@ -6,9 +6,9 @@ space between two separators is no document (`empty` counts it), so neither a ne
 two separators in a row make one.
 
 Memory is bounded by the block and the piece, not by the document: a document longer than `piece_chars` comes in
-several pieces, each cut where every pre-token pattern of the tokenizers in use has a boundary: after a letter or a
-digit and before a space or a newline. (GPT-2's pattern lets a pre-token start with white space, never go from a
-letter or digit to white space; cl100k's and o200k's take newlines only after punctuation.) So the ids of the pieces,
+several pieces, each cut where the tokenizer's pattern has a boundary: after a letter or a digit and before a space or
+a newline. (GPT-2's pattern lets a pre-token start with white space, never go from a letter or digit to white space;
+cl100k's and o200k's neither: they take newlines only after punctuation.) So the ids of the pieces,
 one after another, are the ids of the document. Only text with no such place, such as one enormous word, is held
 whole.
 
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from groundup.errors import UserError
+from groundup.tokenizer import END_OF_TEXT as SEPARATOR
 
-SEPARATOR = "<|endoftext|>"
 BLOCK_BYTES = 1 << 20
 PIECE_CHARS = 1 << 20
 
@@ -60,14 +60,14 @@ class ReadCounts:
     """Stretches between separators without text."""
 
 
-def find_sources(paths: Iterable[str | os.PathLike]) -> list[Source]:
+def find_sources(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> list[Source]:
     """The files behind `paths`; a folder stands for all files in it, in the order of their names.
 
     Hidden files and folders, and empty files inside a folder, are left out. Raises UserError for a path that does
     not exist, cannot be read, is an empty file, or is a folder without text.
     """
     sources = []
-    for path in map(Path, paths):
+    for path in map(Path, [paths] if isinstance(paths, (str, os.PathLike)) else paths):
         if path.is_dir():
             files = [file for file in _walk(path) if file.stat().st_size]
             if not files:
@@ -96,7 +96,7 @@ def _walk(folder: Path) -> Iterator[Path]:
                 yield path
 
 
-def documents(paths: Iterable[str | os.PathLike], *, errors: str = "strict") -> Iterator[str]:
+def documents(paths: str | os.PathLike | Iterable[str | os.PathLike], *, errors: str = "strict") -> Iterator[str]:
     """Every document of the files and folders `paths`, whole, without its separator.
 
     errors: "strict" raises UserError at the first byte that is not UTF-8; "replace" puts U+FFFD in its place.

@@ -12,16 +12,13 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from groundup.data.npy import open_npy
 from groundup.errors import UserError
 from groundup.files import write_atomic
-
-if TYPE_CHECKING:
-    from groundup.tokenizer import Tokenizer
+from groundup.tokenizer import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 META_FILE = "meta.json"
@@ -102,10 +99,8 @@ class TokenData:
         counts = self.meta["splits"][split]
         return counts["bytes"] / counts["tokens"]
 
-    def tokenizer(self) -> "Tokenizer":
+    def tokenizer(self) -> Tokenizer:
         """The tokenizer saved beside the tokens. Raises UserError when it is not the one that wrote them."""
-        from groundup.tokenizer import Tokenizer
-
         path = self.directory / TOKENIZER_FILE
         if not path.is_file():
             raise UserError(f"{path}: the file is missing; {_AGAIN}")
@@ -113,7 +108,7 @@ class TokenData:
         self.check_tokenizer(tokenizer, str(path))
         return tokenizer
 
-    def check_tokenizer(self, tokenizer: "Tokenizer", where: str = "the tokenizer") -> None:
+    def check_tokenizer(self, tokenizer: Tokenizer, where: str = "the tokenizer") -> None:
         """Raise UserError unless `tokenizer` (called `where` in the message) wrote these ids."""
         if tokenizer.fingerprint != self.fingerprint:
             raise UserError(

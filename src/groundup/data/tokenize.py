@@ -11,7 +11,8 @@ meets invalid bytes before any work is done), and document i is validation if a 
 number wanted. This depends on the number of documents and nothing else, and is exact. A corpus of a single document,
 such as one book, is cut in two near its end, at a line's end, as there is no other way to hold text back.
 
-Cost: the encoder's time; reading, decoding and writing take some 5% of it. The first pass reads the text once more.
+Cost: measured on 62 MB of stories, 2.3 s of processor time, of which the encoder takes 1.4; reading, hashing and
+writing overlap it on another thread. The first pass reads the text once more (0.3 s).
 """
 
 import os
@@ -21,7 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,14 +32,14 @@ from groundup.data.npy import NpyWriter
 from groundup.data.permutation import make_key, permute
 from groundup.errors import UserError
 from groundup.files import directory_written_aside
-
-if TYPE_CHECKING:
-    from groundup.tokenizer import Tokenizer
+from groundup.tokenizer import Tokenizer
+from groundup.tokenizer.training import available_threads
 
 DEFAULT_VALID_FRACTION = 0.01
 _SPLIT_SEED = 0
 _FLAG_BLOCK = 4096
 
+Paths = str | os.PathLike | Sequence[str | os.PathLike]
 Progress = Callable[[int, int], None]
 """progress(bytes read, bytes in all), after each job."""
 
@@ -91,9 +92,9 @@ class _SplitWriter:
 
 
 def tokenize_corpus(
-    train: Sequence[str | os.PathLike],
-    valid: Sequence[str | os.PathLike] | None,
-    tokenizer: "Tokenizer",
+    train: Paths,
+    valid: Paths | None,
+    tokenizer: Tokenizer,
     out: str | os.PathLike,
     valid_fraction: float | None = None,
     threads: int = 0,
@@ -142,7 +143,7 @@ def tokenize_corpus(
     return meta
 
 
-def _check_tokenizer(tokenizer: "Tokenizer") -> int:
+def _check_tokenizer(tokenizer: Tokenizer) -> int:
     if tokenizer.eot_id is None:
         raise UserError(
             f"the tokenizer has no special token {SEPARATOR}, which ends every document; "
@@ -151,7 +152,7 @@ def _check_tokenizer(tokenizer: "Tokenizer") -> int:
     return tokenizer.eot_id
 
 
-def _check_fraction(valid: Sequence | None, fraction: float | None) -> float | None:
+def _check_fraction(valid: Paths | None, fraction: float | None) -> float | None:
     if valid is not None:
         if fraction is not None:
             raise UserError("give validation files or a validation fraction, not both")
@@ -176,7 +177,7 @@ def _files(sources: Iterable[Source]) -> list[Path]:
     return [file for source in sources for file in source.files]
 
 
-def _piece_chars(tokenizer: "Tokenizer") -> int:
+def _piece_chars(tokenizer: Tokenizer) -> int:
     """Long documents stay whole where a special token holds white space: a cut could fall into it."""
     blank = any(char.isspace() for token in tokenizer.special_tokens for char in token)
     return 1 << 62 if blank else PIECE_CHARS
@@ -252,10 +253,10 @@ def _jobs(pieces: Iterable[tuple[str, Piece]]) -> Iterator[_Job]:
     yield from open_jobs.values()
 
 
-def _encode(jobs: Iterator[_Job], tokenizer: "Tokenizer", threads: int) -> Iterator[tuple[str, _Encoded]]:
+def _encode(jobs: Iterator[_Job], tokenizer: Tokenizer, threads: int) -> Iterator[tuple[str, _Encoded]]:
     """(split, ids) of every job, in the jobs' order; at most two jobs a thread are under way."""
     excess = _special_bytes(tokenizer)
-    threads = threads or _cores()
+    threads = available_threads(threads)
 
     def encode(job: _Job) -> _Encoded:
         data = "".join(job.parts).encode()
@@ -281,20 +282,15 @@ def _encode(jobs: Iterator[_Job], tokenizer: "Tokenizer", threads: int) -> Itera
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _cores() -> int:
-    """Cores this process may use, which in a container can be fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _special_bytes(tokenizer: "Tokenizer") -> np.ndarray:
-    """uint16 (vocab_size,): a special token's length in bytes at its id, 0 at every other id."""
-    lengths = np.zeros(tokenizer.vocab_size, dtype=np.uint16)
+def _special_bytes(tokenizer: Tokenizer) -> np.ndarray:
+    """uint32 (vocab_size,): a special token's length in bytes at its id, 0 at every other id."""
+    lengths = np.zeros(tokenizer.vocab_size, dtype=np.uint32)
     for token, id_ in tokenizer.special_tokens.items():
         lengths[id_] = len(token.encode())
     return lengths
 
 
-def _copy_tokenizer(tokenizer: "Tokenizer", directory: Path) -> None:
+def _copy_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     saved = directory / "tokenizer"
     tokenizer.save(saved)
     os.replace(saved / TOKENIZER_FILE, directory / TOKENIZER_FILE)
@@ -304,7 +300,7 @@ def _copy_tokenizer(tokenizer: "Tokenizer", directory: Path) -> None:
 
 
 def _meta(
-    tokenizer: "Tokenizer",
+    tokenizer: Tokenizer,
     dtype: np.dtype,
     eot_id: int,
     sources: dict[str, list[Source]],
