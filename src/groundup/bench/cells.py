@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from groundup.errors import UserError
+from groundup.errors import UserError, nearest_name
 from groundup.files import write_atomic
 
 SCHEMA = 1
@@ -84,7 +84,21 @@ def read_results(paths: Iterable[Path]) -> list[Cell]:
             cells.extend(_cells_of(file))
     if not cells:
         raise UserError(f"no benchmark cells in {', '.join(map(str, paths))}")
-    return cells
+    # A directory's cells come by name; a reader wants them as the sweep went: the outer loops outside.
+    return sorted(cells, key=lambda cell: cell["environment"].get("measured_at", "~"))
+
+
+def select(cells: Sequence[Cell], where: str) -> list[Cell]:
+    """The cells whose parameters have the values of `where`, e.g. "compile=no,precision=fp32". Raises UserError."""
+    for condition in (word for word in where.split(",") if word):
+        name, equals, value = condition.partition("=")
+        names = {known for cell in cells for known in cell["parameters"]}
+        if not equals or name not in names:
+            raise UserError(f'--where "{condition}": give NAME=VALUE of a parameter{nearest_name(name, names)}')
+        cells = [cell for cell in cells if str(cell["parameters"].get(name)) == value]
+    if not cells:
+        raise UserError(f'--where "{where}": no cell has these values')
+    return list(cells)
 
 
 def _cells_of(path: Path) -> Iterator[Cell]:
