@@ -2,16 +2,19 @@
 
 import hashlib
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+import groundup.files
 from groundup.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from groundup.tokenizer import Tokenizer
-from groundup.train import Progress
+from groundup.train import Plan, Progress, train
 
 EOT = 256
 VOCAB = 257
@@ -102,3 +105,23 @@ class Recorder(Progress):
 
 def crash() -> None:
     raise Crash
+
+
+def resume_slowly(config: RunConfig, out: Path, fsync_seconds: float) -> None:
+    """In a process of its own: resume a run on a disk whose fsync takes its time; `out/starts` gets the first step."""
+    torch.set_num_threads(1)
+    real = groundup.files.fsync_path
+
+    def fsync(path: Path) -> None:
+        real(path)
+        time.sleep(fsync_seconds)
+
+    groundup.files.fsync_path = fsync
+    watcher = Recorder()
+
+    def say_start(plan: Plan) -> None:
+        with open(out / "starts", "a") as file:
+            file.write(f"{plan.first_step}\n")
+
+    watcher.on_plan = say_start
+    train(config, out, resume=True, progress=watcher)
