@@ -3,7 +3,7 @@
 //! A text is split at special tokens, each segment into pre-tokens, each pre-token into bytes; then the adjacent pair with
 //! the lowest rank is merged, the leftmost first, until no pair has a rank. Text repeats itself, so a bounded cache
 //! remembers the ids of short pieces. Pieces up to `SMALL` bytes are merged by scanning for the lowest rank (quadratic, but
-//! within a few cache lines); longer ones with a heap, O(n log n) whatever they hold. Nothing here recurses.
+//! within a few cache lines); longer ones with a heap, O(n log n); very long ones rank by rank, O(n). Nothing recurses.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -15,6 +15,8 @@ use crate::words::{hash, pack, PACKED};
 
 /// Longest piece, in bytes, that is merged by plain scanning.
 const SMALL: usize = 48;
+/// Longest piece, in bytes, that is merged with the heap (if the merges are ordered).
+const LONG: usize = 4096;
 const NO_RANK: u32 = u32::MAX;
 
 /// A vocabulary with its merges, ready for use.
@@ -29,6 +31,8 @@ pub struct Model {
     ranks: PairTable,
     /// Rank → id of the merged token.
     merged: Vec<u32>,
+    /// Whether every merge comes after the merges that make its parts, as training leaves them.
+    ordered: bool,
     specials: Specials,
     special_ids: Vec<u32>,
 }
@@ -91,6 +95,7 @@ impl Model {
             byte_ids,
             ranks,
             merged: merges.iter().map(|merge| merge.2).collect(),
+            ordered: is_ordered(tokens.len(), merges),
             specials: Specials::new(&names)?,
             special_ids,
         })
@@ -155,8 +160,10 @@ impl Model {
         work.ids.clear();
         if piece.len() <= SMALL {
             self.encode_small(piece, &mut work.ids);
-        } else {
+        } else if piece.len() <= LONG || !self.ordered {
             self.encode_long(piece, work);
+        } else {
+            self.encode_very_long(piece, work);
         }
     }
 
@@ -199,9 +206,6 @@ impl Model {
     /// neighbours are found without links. A heap entry is (rank, first slot) in one number; it is stale when the
     /// pair at that place has another rank by now.
     fn encode_long(&self, piece: &[u8], work: &mut Work) {
-        const LAST: u32 = 1 << 31;
-        const INNER: u32 = u32::MAX;
-        let span = |id: u32| self.starts[id as usize + 1] - self.starts[id as usize];
         let slots = &mut work.slots;
         slots.clear();
         slots.extend(piece.iter().map(|&byte| self.byte_ids[byte as usize]));
@@ -220,39 +224,86 @@ impl Model {
             if left & LAST != 0 {
                 continue; // inside a token, or its last slot
             }
-            let middle = at + span(left);
+            let middle = at + self.span(left);
             if middle >= slots.len() || self.rank(left, slots[middle]) != rank {
                 continue;
             }
-            let end = middle + span(slots[middle]);
-            let new = self.merged[rank as usize];
-            slots[middle - 1] = INNER;
-            slots[middle] = INNER;
-            slots[at] = new;
-            slots[end - 1] = new | LAST;
-            if at > 0 {
-                let before = slots[at - 1] & !LAST;
-                let rank = self.rank(before, new);
-                if rank != NO_RANK {
-                    heap.push(Reverse((rank as u64) << 32 | (at - span(before)) as u64));
-                }
-            }
-            if end < slots.len() {
-                let rank = self.rank(new, slots[end]);
-                if rank != NO_RANK {
-                    heap.push(Reverse((rank as u64) << 32 | at as u64));
-                }
-            }
+            self.merge_at(slots, at, middle, rank, |rank, at| heap.push(Reverse((rank as u64) << 32 | at as u64)));
         }
         work.heap = heap;
+        self.collect(&work.slots, &mut work.ids);
+    }
+
+    /// The same slots, but no heap: with ordered merges a merge only creates pairs of higher ranks, so the ranks can be
+    /// served one after the other, each with the list of its places. O(n), apart from sorting the lists of pairs that
+    /// can overlap themselves ("aaa"), where the order counts.
+    fn encode_very_long(&self, piece: &[u8], work: &mut Work) {
+        let mut slots: Vec<u32> = piece.iter().map(|&byte| self.byte_ids[byte as usize]).collect();
+        let mut places: Vec<Vec<u32>> = vec![Vec::new(); self.merged.len()];
+        for at in 0..slots.len() - 1 {
+            let rank = self.rank(slots[at], slots[at + 1]);
+            if rank != NO_RANK {
+                places[rank as usize].push(at as u32);
+            }
+        }
+        for rank in 0..self.merged.len() {
+            let mut list = std::mem::take(&mut places[rank]);
+            if !list.is_sorted() {
+                list.sort_unstable();
+            }
+            for at in list {
+                let at = at as usize;
+                let left = slots[at];
+                if left & LAST != 0 {
+                    continue;
+                }
+                let middle = at + self.span(left);
+                if middle >= slots.len() || self.rank(left, slots[middle]) != rank as u32 {
+                    continue;
+                }
+                self.merge_at(&mut slots, at, middle, rank as u32, |rank, at| places[rank as usize].push(at as u32));
+            }
+        }
+        self.collect(&slots, &mut work.ids);
+    }
+
+    /// Merges the tokens at `at` and `middle`; tells of the new pairs with a rank.
+    #[inline]
+    fn merge_at(&self, slots: &mut [u32], at: usize, middle: usize, rank: u32, mut found: impl FnMut(u32, usize)) {
+        let end = middle + self.span(slots[middle]);
+        let new = self.merged[rank as usize];
+        slots[middle - 1] = INNER;
+        slots[middle] = INNER;
+        slots[at] = new;
+        slots[end - 1] = new | LAST;
+        if at > 0 {
+            let before = slots[at - 1] & !LAST;
+            let rank = self.rank(before, new);
+            if rank != NO_RANK {
+                found(rank, at - self.span(before));
+            }
+        }
+        if end < slots.len() {
+            let rank = self.rank(new, slots[end]);
+            if rank != NO_RANK {
+                found(rank, at);
+            }
+        }
+    }
+
+    /// Reads the ids off the slots.
+    fn collect(&self, slots: &[u32], ids: &mut Vec<u32>) {
         let mut at = 0;
         while at < slots.len() {
-            work.ids.push(slots[at]);
-            at += span(slots[at]);
+            ids.push(slots[at]);
+            at += self.span(slots[at]);
         }
-        if slots.capacity() > KEPT {
-            *work = Work { ids: std::mem::take(&mut work.ids), ..Work::default() };
-        }
+    }
+
+    /// Length of a token in bytes, which is the number of slots it takes.
+    #[inline]
+    fn span(&self, id: u32) -> usize {
+        self.starts[id as usize + 1] - self.starts[id as usize]
     }
 
     /// Appends the bytes of the ids. The error is the first id that the vocabulary does not have.
@@ -267,12 +318,26 @@ impl Model {
     }
 }
 
+/// Marks the last slot of a token that takes several.
+const LAST: u32 = 1 << 31;
+/// A slot inside a token.
+const INNER: u32 = u32::MAX;
+
+fn is_ordered(size: usize, merges: &[(u32, u32, u32)]) -> bool {
+    let mut made = vec![None; size];
+    for (rank, &(_, _, new)) in merges.iter().enumerate() {
+        made[new as usize] = Some(rank);
+    }
+    merges
+        .iter()
+        .enumerate()
+        .all(|(rank, &(left, right, _))| made[left as usize] < Some(rank) && made[right as usize] < Some(rank))
+}
+
 /// Ids that a cache entry holds.
 const INLINE: usize = 3;
 /// Entries of a cache (2 MB).
 const ENTRIES: usize = 1 << 16;
-/// Work space beyond this many slots is given back after use.
-const KEPT: usize = 1 << 16;
 
 #[derive(Clone, Copy, Default)]
 struct Entry {
@@ -392,8 +457,19 @@ mod tests {
             if piece.len() > 1 {
                 model.encode_long(&piece, &mut work);
                 assert_eq!(work.ids, plain(&model, &piece));
+                work.ids.clear();
+                model.encode_very_long(&piece, &mut work);
+                assert_eq!(work.ids, plain(&model, &piece));
             }
         }
+    }
+
+    #[test]
+    fn knows_whether_merges_are_ordered() {
+        assert!(model().ordered);
+        assert!(is_ordered(5, &[(0, 1, 2), (2, 0, 3)]));
+        assert!(!is_ordered(5, &[(2, 0, 3), (0, 1, 2)]));
+        assert!(!is_ordered(5, &[(0, 1, 2), (2, 0, 3), (1, 1, 2)]));
     }
 
     #[test]

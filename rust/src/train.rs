@@ -11,6 +11,11 @@
 //! symbol can only arise during the merge which makes it, so its list is complete from the start, in ascending order
 //! (which gives "aaa" its left-to-right reading).
 //!
+//! **One way to each byte string.** Two occurrences of a byte string that begin and end at symbol boundaries consist of the
+//! same symbols: true of single bytes, and a merge keeps it true, as it applies inside both alike (a run "ppp…" that began
+//! left of a boundary which survives has an even number of p there). So no merge ever makes bytes that exist
+//! already, and numbers stand for byte strings one to one.
+//!
 //! **Rounds.** Most pairs are far too rare ever to be merged. A round keeps lists, counts and queue entries only for pairs
 //! that occur at least `floor` times; rarer ones are not even remembered. When the queue runs dry the next round
 //! lowers the floor, packs the words (every symbol one slot again, words of one symbol dropped) and counts afresh.
@@ -23,7 +28,6 @@
 use crate::pairs::PairTable;
 use crate::queue::{Candidate, Queue, Symbols};
 use crate::words::WordTable;
-use std::collections::HashMap;
 
 /// No symbol: the slots after a word.
 const NONE: u32 = u32::MAX;
@@ -94,7 +98,6 @@ pub struct Trainer {
     symbols: Symbols,
     /// Slots that a symbol takes in this round.
     spans: Vec<u32>,
-    by_bytes: HashMap<Box<[u8]>, u32>,
     pairs: Vec<Pair>,
     table: PairTable,
     places: Vec<u32>,
@@ -118,7 +121,6 @@ impl Trainer {
             large: Vec::new(),
             symbols: Symbols::default(),
             spans: vec![1; 256],
-            by_bytes: HashMap::new(),
             pairs: Vec::new(),
             table: PairTable::with_capacity(0),
             places: Vec::new(),
@@ -129,7 +131,6 @@ impl Trainer {
         };
         for byte in 0..=255u8 {
             trainer.symbols.push([byte].into());
-            trainer.by_bytes.insert([byte].into(), byte as u32);
         }
         let mut at = GRANULE;
         words.for_each(|word, count| {
@@ -157,7 +158,7 @@ impl Trainer {
                 Some(pair) => {
                     let (left, right) = (self.pairs[pair].left, self.pairs[pair].right);
                     merges.push((self.symbols.bytes(left).to_vec(), self.symbols.bytes(right).to_vec()));
-                    self.merge(pair, wanted - merges.len());
+                    self.merge(pair);
                 }
                 None if self.floor == 1 => break,
                 None => self.begin_round(wanted - merges.len()),
@@ -181,9 +182,11 @@ impl Trainer {
     }
 
     /// Replaces the pair by its symbol everywhere and brings counts, lists and queue up to date.
-    fn merge(&mut self, pair: usize, remaining: usize) {
+    fn merge(&mut self, pair: usize) {
         let Pair { left: a, right: b, start, length, .. } = self.pairs[pair];
-        let (new, fresh) = self.symbol_for(a, b);
+        let new = self.symbols.count() as u32;
+        self.symbols.push([self.symbols.bytes(a), self.symbols.bytes(b)].concat().into());
+        self.spans.push(self.spans[a as usize] + self.spans[b as usize]);
         self.pairs[pair].count = 0;
         let (span_a, span_b) = (self.spans[a as usize] as usize, self.spans[b as usize] as usize);
         for index in start..start + length {
@@ -219,24 +222,7 @@ impl Trainer {
                 self.right.found.push((after, at as u32));
             }
         }
-        if fresh {
-            self.apply(a, b, new);
-        } else {
-            // A second way to the same byte string: pairs with it may exist already, remembered or not. Very rare.
-            self.forget();
-            self.begin_round(remaining);
-        }
-    }
-
-    /// The symbol of the merged bytes, and whether it is new. Every merge takes a number, so that merge i makes id 256 + i;
-    /// bytes that exist already keep their first number in the words.
-    fn symbol_for(&mut self, a: u32, b: u32) -> (u32, bool) {
-        let bytes: Box<[u8]> = [self.symbols.bytes(a), self.symbols.bytes(b)].concat().into();
-        let number = self.symbols.count() as u32;
-        self.symbols.push(bytes.clone());
-        self.spans.push(self.spans[a as usize] + self.spans[b as usize]);
-        let symbol = *self.by_bytes.entry(bytes).or_insert(number);
-        (symbol, symbol == number)
+        self.apply(a, b, new);
     }
 
     /// Books the changes of a merge: old pairs lose, pairs with the new symbol enter if they are frequent enough.
@@ -271,16 +257,6 @@ impl Trainer {
                     change.cursor += 1;
                 }
             }
-            for neighbour in side.touched.drain(..) {
-                side.changes[neighbour as usize] = Change::default();
-            }
-        }
-    }
-
-    /// Drops the changes of a merge that was not booked.
-    fn forget(&mut self) {
-        for side in [&mut self.left, &mut self.right] {
-            side.found.clear();
             for neighbour in side.touched.drain(..) {
                 side.changes[neighbour as usize] = Change::default();
             }

@@ -3,9 +3,6 @@
 Both are read and written so that `tokenizers.Tokenizer.from_file` gives the same ids as ours. Tokens appear as
 printable characters (byte_level.py), in which a space is "Ġ": so no token breaks a line of `merges.txt`, two words
 and a space. In `tokenizer.json` each merge is a pair of strings.
-
-A vocabulary may hold the same byte string at two ids (two merges that give the same bytes). Only the first is ever
-produced; a dictionary of tokens cannot name the second, which is rebuilt from its merge on loading.
 """
 
 import json
@@ -14,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from groundup.errors import UserError
-from groundup.tokenizer.byte_level import to_bytes, to_characters
+from groundup.tokenizer.byte_level import BYTE_OF, to_bytes, to_characters
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SAME_PATTERNS = {
@@ -60,6 +57,8 @@ def to_json(parts: Parts) -> dict[str, Any]:
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     specials = sorted(parts.special_tokens.items(), key=lambda item: item[1])
     vocab = {to_characters(token): number for token, number in sorted(ids.items(), key=lambda item: item[1])}
+    for name, number in specials:
+        vocab.setdefault(name, number)
     return {
         "version": "1.0",
         "truncation": None,
@@ -87,10 +86,9 @@ def to_json(parts: Parts) -> dict[str, Any]:
 def write_files(parts: Parts, directory: Path) -> None:
     """Write the three files into an existing directory."""
     content = to_json(parts)
-    vocab = {**content["model"]["vocab"], **parts.special_tokens}
     lines = ["#version: 0.2", *(" ".join(merge) for merge in content["model"]["merges"])]
     (directory / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False, indent=1), "utf-8")
-    (directory / "vocab.json").write_text(json.dumps(vocab, ensure_ascii=False, indent=0), "utf-8")
+    (directory / "vocab.json").write_text(json.dumps(content["model"]["vocab"], ensure_ascii=False, indent=0), "utf-8")
     (directory / "merges.txt").write_text("\n".join(lines) + "\n", "utf-8")
 
 
@@ -126,7 +124,11 @@ def _read_json(path: Path) -> Parts:
             if model.get(option):
                 raise UserError(f"{path}: model.{option} is {model[option]!r}: only byte-level BPE is supported")
         merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
-        specials = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+        added = content.get("added_tokens", [])
+        for token in added:
+            if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
+                raise UserError(f"{path}: special token {token['content']!r} strips its neighbours: not supported")
+        specials = {token["content"]: token["id"] for token in added}
         if content.get("normalizer"):
             raise UserError(
                 f"{path}: the normalizer {content['normalizer'].get('type')} is not supported: it must be null"
@@ -168,7 +170,7 @@ def _read_pair(vocab_path: Path, merges_path: Path) -> Parts:
             raise UserError(f"{merges_path}: line {number} is {line!r}: a merge is two tokens and one space")
     merges = [tuple(line.split(" ")) for _, line in body]
     made = {left + right for left, right in merges}
-    specials = {token: i for token, i in vocab.items() if len(token) > 1 and token not in made}
+    specials = {token: i for token, i in vocab.items() if token not in made and token not in BYTE_OF}
     return _parts(vocab, merges, specials, "gpt2", vocab_path)
 
 
@@ -185,9 +187,7 @@ def _parts(vocab: dict[str, int], merges: list, specials: dict[str, int], patter
         raise UserError(f"{path}: a token holds {error}, which stands for no byte") from error
     except ValueError as error:
         raise UserError(f"{path}: a merge is not two tokens ({error})") from error
+    if not tokens:
+        raise UserError(f"{path}: the vocabulary is empty")
     tokens.update({number: name.encode() for name, number in specials.items()})
-    for rank, (left, right) in enumerate(pairs):
-        # The second id of a byte string: a merge without an entry of its own (see the module's docstring).
-        if 256 + rank not in tokens and 256 + rank < max(tokens):
-            tokens[256 + rank] = left + right
     return Parts(tokens, pairs, specials, pattern)

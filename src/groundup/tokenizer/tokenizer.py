@@ -43,14 +43,15 @@ class Tokenizer:
         are appended to it, in the order given."""
         check_special_tokens(special_tokens)
         tokens = dict(vocab)
-        known = {token: number for number, token in sorted(tokens.items(), reverse=True)}
+        made = {left + right for left, right in merges}
         specials: dict[str, int] = {}
         for name in special_tokens:
-            number = known.get(name.encode())
-            if number is None:
-                number = max(tokens, default=-1) + 1
-                tokens[number] = name.encode()
-            specials[name] = number
+            token = name.encode()
+            numbers = [number for number, other in tokens.items() if other == token]
+            if not numbers or (len(numbers) == 1 and (len(token) == 1 or token in made)):
+                numbers = [max(tokens, default=-1) + 1]  # not there, or an ordinary token that is spelled alike
+                tokens[numbers[0]] = token
+            specials[name] = max(numbers)
         self._setup(formats.Parts(tokens, list(merges), specials, formats.pattern_name(pattern)))
 
     @classmethod
@@ -227,12 +228,11 @@ class Tokenizer:
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes of ids."""
-        ids = list(ids)
+        ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         try:
             return self._core.decode(ids)
         except (ValueError, OverflowError) as error:
-            bad = next((i for i in ids if i not in self._parts.vocab), error)
-            raise self._unknown(bad) from error
+            raise self._unknown(next(i for i in ids if i not in self._parts.vocab)) from error
 
     def decode(self, ids: Iterable[int], errors: str = "replace") -> str:
         """The text of ids. They may end inside a character, or hold any bytes: `errors` as in `bytes.decode`."""
