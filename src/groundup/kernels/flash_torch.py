@@ -65,7 +65,7 @@ def forward_tile(
 
 
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output (..., n_q, d_v) in q's type and logsumexp (..., n_q), natural, float32 at least; an empty row: 0 and -inf."""
+    """Output (..., n_q, d_v) in q's type and natural logsumexp (..., n_q), float32 at least; an empty row: 0, -inf."""
     n_q, n_k, d = q.shape[-2], k.shape[-2], q.shape[-1]
     step = compiled(forward_tile) if q.is_cuda else forward_tile
     out, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), at_least_float32(q).new_empty(q.shape[:-1])
@@ -136,9 +136,9 @@ def attention_backward(
 
 
 class FlashAttention(torch.autograd.Function):
-    """`FlashAttention.apply(q, k, v, is_causal=False)`: (..., n_q, d), (..., n_k, d), (..., n_k, d_v) → (..., n_q, d_v).
+    """`FlashAttention.apply(q, k, v, is_causal=False)`.
 
-    Saves the logsumexp (natural, of the scaled scores), q, k, v and the output. Leading dimensions must be equal.
+    q (..., n_q, d), k (..., n_k, d), v (..., n_k, d_v) → (..., n_q, d_v). Saves the logsumexp (natural, of the scaled scores), q, k, v and the output. Leading dimensions must be equal.
     A second derivative is refused.
     """
 

@@ -1,0 +1,69 @@
+"""Which implementation runs: what this machine can do, and a fallback that is seen.
+
+Triton is imported only when a kernel is about to run, so the package works where Triton does not exist.
+"""
+
+import os
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from groundup.errors import UserError, nearest_name
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton can be imported."""
+    return find_spec("triton") is not None
+
+
+def interpreting() -> bool:
+    """Whether Triton runs its kernels in Python on the CPU (TRITON_INTERPRET=1, read when Triton is imported)."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def runs_triton(x: Tensor) -> bool:
+    """Whether a Triton kernel can run on `x`: on a GPU, or on the CPU when interpreting."""
+    return has_triton() and (x.is_cuda or (x.device.type == "cpu" and interpreting()))
+
+
+def choose(backend: str, x: Tensor, legal: Sequence[str] = ("auto", "triton", "torch")) -> str:
+    """ "triton" or "torch" for `backend`; "auto" takes Triton on a GPU. UserError when Triton is asked for in vain."""
+    if backend not in legal:
+        raise UserError(f'kernel backend "{backend}" does not exist{nearest_name(backend, legal)}')
+    if backend == "auto":
+        return "triton" if x.is_cuda and has_triton() else "torch"
+    if backend == "triton" and not runs_triton(x):
+        why = "Triton is not installed" if not has_triton() else f"the tensor is on {x.device}"
+        raise UserError(f'kernel backend "triton" cannot run: {why}; use "auto" or "torch"')
+    return backend
+
+
+@cache
+def note_fallback(what: str, why: str) -> None:
+    """Say once a process that a fast path was left for a slower one."""
+    warnings.warn(f"{what}: {why}", stacklevel=3)
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager:
+    """Make `x`'s GPU the current one: Triton launches on the current device, whatever its arguments are on."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one block may use; the interpreter has no limit."""
+    if device.type != "cuda":
+        return 1 << 30
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+@cache
+def n_multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; 4 stands in for them in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -1,0 +1,41 @@
+"""Compile a Triton kernel for a Hopper GPU where there is none, and read ptxas' report."""
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+
+TARGET = GPUTarget("cuda", 90, 32)
+SHARED_LIMIT = 232_448
+"""Bytes of shared memory a block may have on sm_90."""
+
+
+@dataclass(frozen=True)
+class Report:
+    registers: int
+    spills: int
+    shared: int
+    serialized: bool
+    ptx: str
+
+
+def compile_kernel(kernel, signature: dict, constexprs: dict, source=None, **options) -> Report:
+    """`signature`: argument → Triton type ("*bf16", "tensordesc<bf16[1, 1, 64, 64]>", "i32", "fp32")."""
+    source = source or triton.compiler.ASTSource
+    full = {name: "constexpr" if name in constexprs else signature[name] for name in kernel.arg_names}
+    done = triton.compile(source(kernel, full, constexprs), target=TARGET, options=options)
+    ptx = done.asm["ptx"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(path), "-o", f"{folder}/kernel.cubin"]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
+    registers = int(re.search(r"Used (\d+) registers", log)[1])
+    serialized = "C7510" in log or "serialized" in log.lower()
+    return Report(registers, spills, done.metadata.shared, serialized, ptx)
