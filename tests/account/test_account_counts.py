@@ -9,7 +9,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from groundup.account import Setting, flops, matrix_products, parameter_shapes, parameters, trace
+from groundup.account import Setting, matrix_products, parameter_shapes, parameters, trace
+from groundup.account.flops import flops
 from groundup.config import SIZES, ModelConfig, size
 from groundup.errors import UserError
 from groundup.model import TransformerLM, count_parameters, cross_entropy

@@ -10,9 +10,9 @@ import torch
 from test_account_counts import SHAPES, checkpointed_loss, tiny
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from groundup.account import Setting, memory, parameters, trace
-from groundup.account.allocator import MIB, CachingAllocator
-from groundup.account.memory import kv_cache_bytes
+from groundup.account import Setting, parameter_shapes, parameters, trace
+from groundup.account.allocator import MIB, Block, CachingAllocator, PlainAllocator
+from groundup.account.memory import kv_cache_bytes, memory
 from groundup.account.program import AdamW
 from groundup.config import ModelConfig
 from groundup.model import TransformerLM
@@ -56,8 +56,8 @@ def test_saved_tensors_are_autograds(changes: dict[str, Any], batch: int, contex
     assert Counter((t.bytes, t.dtype) for t in listed) == expected
 
 
-def peaks(run: Any) -> tuple[int, int, int, int]:
-    """Largest and last sum of allocated bytes before and after the mark, as torch's profiler saw them."""
+def profiled(run: Any) -> list[Any]:
+    """Every allocation and mark of a run, as torch's profiler saw them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -65,6 +65,12 @@ def peaks(run: Any) -> tuple[int, int, int, int]:
         assert profiler.profiler is not None
         events = profiler.profiler.kineto_results.events()
     del kept
+    return list(events)
+
+
+def peaks(run: Any) -> tuple[int, int, int, int]:
+    """Largest and last sum of allocated bytes before and after the mark."""
+    events = profiled(run)
     marks = [e.start_ns() for e in events if e.name() == "MARK"]
     mark = marks[0] if marks else float("inf")
     live, found = 0, [0, 0, 0, 0]
@@ -92,6 +98,48 @@ PEAKS = [
     {"vocab_size": 3000, "context_length": 32, "tie_embeddings": True},
     {"d_model": 64, "context_length": 96, "n_heads": 1, "d_ff": 512},
 ]
+
+
+class LoggingAllocator(PlainAllocator):
+    """Remembers (bytes asked for, bytes held) at every allocation."""
+
+    log: list[tuple[int, int]] = []  # noqa: RUF012
+
+    def malloc(self, nbytes: int) -> Block | None:
+        block = super().malloc(nbytes)
+        self.log.append((nbytes, self.allocated))
+        return block
+
+
+@pytest.mark.parametrize("changes", PEAKS)
+def test_every_allocation_is_torchs(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward in float32: the same sizes in the same order, and as many bytes held at each."""
+    config = tiny(**changes)
+    model = TransformerLM(config)
+    ids = torch.randint(config.vocab_size, (3, config.context_length))
+
+    def step() -> torch.Tensor:
+        loss = model(ids, ids)
+        loss.backward()
+        return loss
+
+    step()
+    model.zero_grad()
+    noise = 3 * 4 * config.context_length * 4  # a few numbers a row: helpers of reductions differ by device
+    live, measured = 0, []
+    for event in profiled(step):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            if event.nbytes() > noise:
+                measured.append((event.nbytes(), live))
+    LoggingAllocator.log.clear()
+    monkeypatch.setattr("groundup.account.memory.PlainAllocator", LoggingAllocator)
+    trace(config, Setting(3, mode="forward-backward"), plain=True, steps=1)
+    before = len(parameter_shapes(config)) + 4  # two rotary tables, ids, targets
+    base = LoggingAllocator.log[before - 1][1]
+    predicted = [(n, held - base) for n, held in LoggingAllocator.log[before:] if n > noise]
+    assert [n for n, _ in predicted] == [n for n, _ in measured]
+    assert [h for _, h in predicted] == pytest.approx([h for _, h in measured], rel=0, abs=HOST_SCALARS)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

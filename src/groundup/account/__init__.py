@@ -4,12 +4,13 @@ Read in this order: params.py, flops.py, hardware.py; then tape.py (a symbolic t
 program.py (the model over it), memory.py, throughput.py, predict.py, explain.py.
 """
 
-from groundup.account.flops import MatrixProduct, flops, matrix_products
+# Functions named as their module (flops, memory, throughput) are not repeated here: they would hide it.
+from groundup.account.flops import MatrixProduct, matrix_products
 from groundup.account.hardware import GPUS, Gpu, gpu
-from groundup.account.memory import SavedTensor, Setting, memory, trace
+from groundup.account.memory import SavedTensor, Setting, trace
 from groundup.account.params import parameter_shapes, parameters
 from groundup.account.predict import predict_step
-from groundup.account.throughput import max_batch, throughput
+from groundup.account.throughput import max_batch
 
 __all__ = [
     "GPUS",
@@ -17,14 +18,11 @@ __all__ = [
     "MatrixProduct",
     "SavedTensor",
     "Setting",
-    "flops",
     "gpu",
     "matrix_products",
     "max_batch",
-    "memory",
     "parameter_shapes",
     "parameters",
     "predict_step",
-    "throughput",
     "trace",
 ]

@@ -2,7 +2,8 @@
 
 Each function stands for the torch operation of its name and mirrors torch's derivative formula (torch's
 derivatives.yaml and FunctionsManual.cpp) down to its temporaries: C++ frees those at the end of the expression, so
-the backward of a division holds four matrices at once. Where a formula looks wasteful here, torch is.
+the backward of a division holds four matrices at once. Where a formula looks wasteful here, torch is. Of two operands,
+torch makes the gradient of the second one first.
 """
 
 from collections.abc import Sequence
@@ -56,16 +57,9 @@ def view(x: Tensor, shape: Shape, gradient_copied: bool = False) -> Tensor:
 
 
 def viewed(x: Tensor, shape: Shape) -> Tensor:
-    """A view without a history."""
+    """A view without a history; over a larger shape it repeats its elements."""
     out = Tensor(shape, x.dtype, x.storage)
-    out.expanded = x.expanded
-    return out
-
-
-def expanded(x: Tensor, shape: Shape) -> Tensor:
-    """A view that repeats its elements without memory."""
-    out = viewed(x, shape)
-    out.expanded = True
+    out.view = True
     return out
 
 
@@ -191,8 +185,8 @@ def mul(a: Tensor, b: Tensor) -> Tensor:
     kept_b = tape.save(b, "mul") if recorded and a.requires_grad else None
 
     def backward(grad: Tensor) -> list[Tensor | None]:
-        for_a = _times(grad, kept_b.get()) if kept_b else None
-        return [for_a, _times(grad, kept_a.get()) if kept_a else None]
+        for_b = _times(grad, kept_a.get()) if kept_a else None
+        return [_times(grad, kept_b.get()) if kept_b else None, for_b]
 
     out = result("mul", broadcast(a.shape, b.shape), promoted(a, b), a, b)
     return attach(out, record("mul", [a, b], backward))
@@ -303,7 +297,7 @@ def sum_last(x: Tensor) -> Tensor:
     """Sum over the last dimension, kept as 1; the gradient is a view that repeats."""
 
     def backward(grad: Tensor) -> list[Tensor]:
-        return [expanded(grad, x_shape)]
+        return [viewed(grad, x_shape)]
 
     x_shape = x.shape
     return attach(result("sum", (*x.shape[:-1], 1), x.dtype, x), record("sum", [x], backward))
@@ -311,7 +305,7 @@ def sum_last(x: Tensor) -> Tensor:
 
 def sum_all(x: Tensor, dtype: DType | None = None) -> Tensor:
     def backward(grad: Tensor) -> list[Tensor]:
-        return [expanded(grad, x_shape)]
+        return [viewed(grad, x_shape)]
 
     x_shape = x.shape
     return attach(result("sum", (), dtype or x.dtype, x), record("sum", [x], backward))

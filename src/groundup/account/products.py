@@ -2,7 +2,7 @@
 
 from math import prod
 
-from groundup.account.ops import attach, cast, record, result, view
+from groundup.account.ops import attach, cast, record, result, view, viewed
 from groundup.account.tape import Shape, Tensor
 
 
@@ -22,7 +22,7 @@ def product(name: str, a: Tensor, b: Tensor, shape: Shape, sizes: tuple[int, int
 
 def linear(x: Tensor, weight: Tensor, name: str = "linear") -> Tensor:
     """x Wᵀ over the last dimension; keeps x and W as multiplied (under autocast: their bf16 copies)."""
-    x, weight = _lowered(x), _lowered(weight)
+    x, weight = _lowered(x), _lowered(view(weight, weight.shape))  # Wᵀ: a view, and so is its gradient
     tape = x.tape
     recorded = tape.records(x, weight)
     kept = (tape.save(x, name), tape.save(weight, name)) if recorded else None
@@ -31,8 +31,9 @@ def linear(x: Tensor, weight: Tensor, name: str = "linear") -> Tensor:
     def backward(grad: Tensor) -> list[Tensor]:
         assert kept is not None
         x, weight = kept[0].get(), kept[1].get()
+        for_weight = product(f"{name}.dw", grad, x, weight.shape, (1, d_out, rows, d_in))
         for_x = product(f"{name}.dx", grad, weight, x.shape, (1, rows, d_out, d_in))
-        return [for_x, product(f"{name}.dw", grad, x, weight.shape, (1, d_out, rows, d_in))]
+        return [viewed(for_x, x.shape), for_weight]
 
     out = product(name, x, weight, (*x.shape[:-1], d_out), (1, rows, d_in, d_out))
     return attach(out, record(name, [x, weight], backward))
@@ -52,8 +53,8 @@ def bmm(a: Tensor, b: Tensor, name: str, transposed: bool, gradient_copied: bool
     def backward(grad: Tensor) -> list[Tensor]:
         assert kept is not None
         a, b = kept[0].get(), kept[1].get()
-        for_a = product(f"{name}.da", grad, b, a.shape, (batch, m, n, k))
-        return [for_a, product(f"{name}.db", grad, a, b.shape, (batch, k, m, n))]
+        for_b = product(f"{name}.db", grad, a, b.shape, (batch, k, m, n))
+        return [product(f"{name}.da", grad, b, a.shape, (batch, m, n, k)), for_b]
 
     out = product(name, a, b, (*a.shape[:-1], n), (batch, m, k, n))
     out = attach(out, record(name, [a, b], backward))

@@ -64,15 +64,15 @@ class Storage:
 class Tensor:
     """A shape and a type over a storage. Views share the storage."""
 
-    __slots__ = ("dtype", "expanded", "grad", "node", "requires_grad", "shape", "slot", "storage")
+    __slots__ = ("dtype", "grad", "node", "requires_grad", "shape", "slot", "storage", "view")
 
     def __init__(self, shape: Shape, dtype: DType, storage: Storage, requires_grad: bool = False):
         self.shape, self.dtype, self.storage, self.requires_grad = shape, dtype, storage, requires_grad
         self.node: Node | None = None
         self.slot = 0
         self.grad: Tensor | None = None
-        self.expanded = False
-        """Whether several elements share one place in memory, so that nothing can be added in place."""
+        self.view = False
+        """Whether the memory is another tensor's: torch adds no gradient in place of a view."""
 
     @property
     def tape(self) -> "Tape":
@@ -377,7 +377,7 @@ class Tape:
         """The sum of two gradients of one tensor, in place of the first where its memory is its own."""
         if old is None:
             return new
-        if old.expanded:
+        if old.view:
             out = self.empty(old.shape, old.dtype, "grad")
             self.launch("add", (old, new, out))
             return out
@@ -385,14 +385,10 @@ class Tape:
         return old
 
     def _accumulate(self, leaf: Tensor, grad: Tensor | None) -> None:
-        """The first gradient of a leaf is taken over as it is, a second one is added to it."""
-        if grad is None:
-            return
-        if leaf.grad is None:
-            leaf.grad = grad
-            self.relabel(grad.storage, "gradients")
-        else:
-            self.launch("add", (leaf.grad, grad, leaf.grad))
+        """The first gradient of a leaf is taken over as it is; a tied matrix gets a second one, added like any."""
+        if grad is not None:
+            leaf.grad = self._added(leaf.grad, grad)
+            self.relabel(leaf.grad.storage, "gradients")
 
 
 def _dependencies(root: Node) -> dict[Node, int]:
