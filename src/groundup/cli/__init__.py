@@ -1,0 +1,133 @@
+"""The command line: one table of commands, one small module each, imported only when chosen.
+
+`groundup COMMAND …` finds the longest name in `COMMANDS` that the words begin with, imports that one module and
+calls its `main(argv, prog)`. The table is plain data, so `groundup --help` costs no import at all and a command
+that only tokenizes never pays for torch. Every failure that input, machine or disk can cause ends here as one
+line on standard error; anything else is a bug and keeps its traceback.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TextIO
+
+from groundup import __version__
+from groundup.errors import UserError, nearest_name
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "quickstart": ("groundup.cli.quickstart", "from nothing to a talking model in three minutes"),
+    "tokenizer train": ("groundup.cli.tokenizer_train", "learn a byte-level BPE vocabulary from text"),
+    "tokenize": ("groundup.cli.tokenize", "turn text into token files"),
+    "train": ("groundup.cli.train", "train a model on token files, or go on with a run"),
+    "evaluate": ("groundup.cli.evaluate", "loss, perplexity and bits per byte of a run"),
+    "generate": ("groundup.cli.generate", "let a run's model continue a prompt"),
+    "plot": ("groundup.cli.plot", "draw the loss curves of one or more runs"),
+    "account": ("groundup.cli.account", "parameters, FLOPs, memory and time of a model, predicted"),
+    "bench": ("groundup.cli.bench", "benchmarks on one harness, their tables and comparisons"),
+}
+"""Command → (module with `main(argv, prog) -> int`, one line of help). A command may be two words."""
+
+USAGE_ERROR = 2
+INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 2 after a one-line error, 130 after Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without Unicode shows "?", it does not crash
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except SystemExit as stop:
+        if stop.code:
+            raise
+        return 0  # --help
+    except UserError as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        print("\ngroundup: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) has gone. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:
+        line = _machine_failure(error)
+        if line is None:
+            raise
+        return _fail(line)
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_help(COMMANDS))
+        return 0
+    if argv[0] == "--version":
+        print(f"groundup {__version__}")
+        return 0
+    for words in (2, 1):
+        name = " ".join(argv[:words])
+        if name in COMMANDS and len(argv) >= words:
+            return import_module(COMMANDS[name][0]).main(argv[words:], f"groundup {name}")
+    group = {name: row for name, row in COMMANDS.items() if name.startswith(argv[0] + " ")}
+    if not group:
+        firsts = {name.split()[0] for name in COMMANDS}
+        raise UserError(f'no command "{argv[0]}"{nearest_name(argv[0], firsts)}; groundup --help lists them')
+    if len(argv) == 1 or argv[1] in ("-h", "--help"):
+        print(_help(group))
+        return 0
+    seconds = {name.split()[1] for name in group}
+    raise UserError(f'no command "{argv[0]} {argv[1]}"{nearest_name(argv[1], seconds)}')
+
+
+def _help(commands: dict[str, tuple[str, str]]) -> str:
+    """All commands on one screen of 80 columns."""
+    width = max(map(len, commands)) + 3
+    rows = "\n".join(f"  {name:<{width}}{text}" for name, (_, text) in commands.items())
+    return (
+        "groundup: language models from the ground up\n\n"
+        "usage: groundup COMMAND [OPTIONS]\n\n"
+        f"{rows}\n\n"
+        "groundup COMMAND --help   says what a command takes\n"
+        "groundup --version        prints the version"
+    )
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Our own warnings as one plain line; other libraries' as Python shows them."""
+    ours = category is UserWarning and f"{os.sep}groundup{os.sep}" in filename
+    text = f"groundup: note: {message}\n" if ours else warnings.formatwarning(message, category, filename, lineno, line)
+    sys.stderr.write(text)
+
+
+def _fail(message: str) -> int:
+    sys.stdout.flush()
+    print(f"groundup: error: {' '.join(message.split())}", file=sys.stderr)
+    return USAGE_ERROR
+
+
+def _machine_failure(error: Exception) -> str | None:
+    """The line for a failure of disk or memory; None for a bug."""
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror}"
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return "the GPU is out of memory; try a smaller --train.micro-batch-size or --model.context-length"
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return "out of memory; try a smaller --train.micro-batch-size, model or input"
+    return None

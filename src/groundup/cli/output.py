@@ -1,0 +1,55 @@
+"""What commands share when they write: a card for people, JSON for machines, and care with `--out`."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from groundup.errors import UserError
+from groundup.files import write_atomic
+
+
+def card(rows: Mapping[str, str]) -> str:
+    """Name and value in two columns."""
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def show(result: Mapping[str, Any], rows: Mapping[str, str], json_path: str) -> None:
+    """Print the card; `json_path` "-" prints the JSON in its place, another path gets it as well."""
+    text = json.dumps(result, indent=2)
+    if json_path == "-":
+        print(text)
+        return
+    print(card(rows))
+    if json_path:
+        write_atomic(Path(json_path), text + "\n")
+
+
+def note(message: str) -> None:
+    """One line on standard error: what was derived or happened, beside the command's result."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def check_replaceable(out: Path, files: frozenset[str], maker: str) -> None:
+    """Refuse an existing `out` that holds anything but `files`, the names that `maker` writes.
+
+    The whole directory will be exchanged for a new one, so a stranger's file in it would be lost.
+    """
+    if not out.exists() and not out.is_symlink():
+        return
+    if not out.is_dir():
+        raise UserError(f"--out {out} exists and is not a directory; give another path")
+    strangers = sorted(path.name for path in out.iterdir() if path.name not in files)
+    if strangers:
+        raise UserError(f"--out {out} holds {strangers[0]}, which {maker} did not write; give another directory")
+
+
+def check_utf8(text: str, what: str) -> None:
+    """Refuse command-line text that is not UTF-8 (Python hands its odd bytes on as lone surrogates)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        offset = len(text[: error.start].encode())
+        raise UserError(f"{what} is not valid UTF-8 at byte {offset}") from None

@@ -1,0 +1,95 @@
+"""Command lines → frozen dataclasses, by tyro; whatever is wrong with one becomes one line.
+
+tyro draws its errors as boxes of several lines. They are caught here and reduced to what went wrong, with the
+nearest legal flag where one was misspelt. Only tyro's public functions are used: its structured error events are
+private to each of its releases.
+"""
+
+import io
+import re
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from itertools import dropwhile, takewhile
+from typing import TypeVar
+
+import tyro
+
+from groundup.errors import UserError, nearest_name
+
+T = TypeVar("T")
+
+_BOX = re.compile("[│╭╮╰╯┌┐└┘|]")
+_RULE = re.compile(r"^[\s─\-]*$")
+
+
+def parse(kind: type[T], argv: Sequence[str], prog: str, default: T | None = None) -> T:
+    """`argv` as an instance of the dataclass `kind`. Raises UserError; `--help` prints and raises SystemExit(0)."""
+    argv = _bare_json(argv)
+    drawn = io.StringIO()
+    base = tyro.MISSING_NONPROP if default is None else default
+    try:
+        with redirect_stderr(drawn):
+            return tyro.cli(kind, args=argv, prog=prog, default=base)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+    raise UserError(f"{_unknown_flag(kind, argv) or _one_line(drawn.getvalue())}; see {prog} --help")
+
+
+def flags(kind: type) -> list[str]:
+    """Every option and positional that `kind` takes, read off its help (tyro has no other lasting way to ask)."""
+    text = io.StringIO()
+    with redirect_stdout(text), suppress(SystemExit):
+        tyro.cli(kind, args=["--help"], prog="groundup")
+    names, box = [], ""
+    for row in text.getvalue().splitlines():
+        row = _BOX.sub(" ", row)
+        if re.match(r"[ ─]*(\w+ )?(options|arguments)\b", row):
+            box = row
+        elif option := re.match(r"  (?:-\w, )?(--\w[\w.-]*(?:, --\w[\w.-]*)*)", row):
+            names += option[1].split(", ")
+        elif "positional" in box and (positional := re.match(r"  ([A-Z[]\S*)", row)):
+            names.append(positional[1])
+    return names
+
+
+def _bare_json(argv: Sequence[str]) -> list[str]:
+    """`--json` without a path means standard output, spelled "-"; tyro has no options with an optional value."""
+    words = []
+    for i, word in enumerate(argv):
+        words.append(word)
+        if word == "--json" and (i + 1 == len(argv) or (argv[i + 1].startswith("-") and argv[i + 1] != "-")):
+            words.append("-")
+    return words
+
+
+def _unknown_flag(kind: type, argv: Sequence[str]) -> str | None:
+    """A sentence about the first flag that does not exist."""
+    legal = [name for name in flags(kind) if name.startswith("-")] + ["-h"]
+    for word in argv:
+        name = word.split("=")[0].replace("_", "-")
+        if re.match(r"--?[A-Za-z]", name) and name not in legal:
+            near = nearest_name(name, legal)
+            return f"unknown flag {name}{near if 'did you mean' in near else ''}"
+    return None
+
+
+def _one_line(drawn: str) -> str:
+    """What tyro's box says, without the drawing, the repeated help text and Python's jargon."""
+    rows = [_BOX.sub("", row).rstrip() for row in drawn.splitlines()]
+    heading = rows[0].strip(" ─") if rows else ""
+    body = list(dropwhile(_RULE.match, rows[1:]))
+    section = list(takewhile(lambda row: not _RULE.match(row), body))
+    if heading.startswith("Required"):
+        # `Missing from PROG:`, then each argument indented by four more columns, its help text by eight.
+        least = len(section[0]) - len(section[0].lstrip()) + 4
+        names = [row.strip() for row in section[1:] if len(row) - len(row.lstrip()) == least]
+        return f"missing: {', '.join(names)}"
+    text = " ".join(" ".join(section).split()).replace("Error parsing ", "").rstrip(" .")
+    text = text.replace("Unrecognized options", "unexpected words")
+    text = re.sub(r"Could not parse arguments (.*) into .*", r"\1 are not values of its type", text)
+    text = re.sub(r"Expected 1 values", "it takes one", text)
+    text = re.sub(r"Expected (\d+) values", r"it takes \1", text)
+    text = re.sub(r"invalid literal for int\(\) with base 10: (.*)", r"\1 is not a whole number", text)
+    text = re.sub(r"could not convert string to float: (.*)", r"\1 is not a number", text)
+    return text[:1].lower() + text[1:]

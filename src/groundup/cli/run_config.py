@@ -1,0 +1,39 @@
+"""Where a run's fields come from: defaults < --size < --config < flags, and on a resume the saved run first."""
+
+import tomllib
+from dataclasses import is_dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from groundup.config import RunConfig, load_toml, size
+
+T = TypeVar("T")
+
+
+def layered(base: RunConfig, size_name: str = "", config_path: Path | None = None) -> RunConfig:
+    """`base` with a named model size and then a TOML file laid over it; both may be left out."""
+    if size_name:
+        base = replace(base, model=size(size_name))
+    if config_path is None:
+        return base
+    given = load_toml(config_path, RunConfig)  # checks every key and type
+    return newer_length(base, _overlay(base, given, tomllib.loads(config_path.read_text(encoding="utf-8"))))
+
+
+def newer_length(base: RunConfig, config: RunConfig) -> RunConfig:
+    """`config`, laid over `base`, with one length: steps said in the upper layer stand in for tokens said below."""
+    before, now = base.train, config.train
+    if now.steps and now.steps != before.steps and now.tokens == before.tokens:
+        now = replace(now, tokens=0)
+    elif now.tokens and now.tokens != before.tokens and now.steps == before.steps:
+        now = replace(now, steps=0)
+    return replace(config, train=now)
+
+
+def _overlay(base: T, given: T, keys: dict[str, Any]) -> T:
+    """`base` with those fields of `given` that the TOML table `keys` names."""
+    changes = {}
+    for key, value in keys.items():
+        new = getattr(given, key)
+        changes[key] = _overlay(getattr(base, key), new, value) if is_dataclass(new) else new
+    return replace(base, **changes)  # type: ignore[type-var]

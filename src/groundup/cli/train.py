@@ -1,0 +1,75 @@
+"""`groundup train`: a new run, or an old one continued."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import FlagCreatePairsOff, arg
+
+from groundup.cli import INTERRUPTED
+from groundup.cli.parse import parse
+from groundup.cli.run_config import layered, newer_length
+from groundup.config import RunConfig, load_toml
+from groundup.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args:
+    """Train a model on token files, or go on with a run.
+
+    A field's value is the last of: its default, the named --size, the --config file, its own flag.
+    """
+
+    out: Annotated[Path, arg(metavar="DIR")]
+    """Run directory: configuration, metrics, checkpoints."""
+    data_path: Annotated[str, arg(name="data", metavar="DIR", help_behavior_hint="")] = ""
+    """Token directory; short for --data.path."""
+    config: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
+    """TOML file with any of the fields below."""
+    size: Annotated[str, arg(metavar="NAME", help_behavior_hint="")] = ""
+    """Named model shape, such as stories-17m, small or gpt2-124m."""
+    resume: FlagCreatePairsOff[bool] = False
+    """Go on from the newest complete checkpoint of --out, with its configuration."""
+    run: Annotated[RunConfig, arg(name="")] = field(default_factory=RunConfig)
+
+
+def main(argv: list[str], prog: str) -> int:
+    args = parse_args(argv, prog)
+    begun = (args.out / "config.toml").exists()
+    config = args.run if begun else _resolved(args.run)
+    from groundup.train import ConsoleProgress, train
+
+    result = train(config, args.out, resume=args.resume, progress=ConsoleProgress())
+    if result.interrupted:
+        return INTERRUPTED
+    loss = "" if result.valid_loss is None else f", validation loss {result.valid_loss:.4f}"
+    print(f"{result.out}: {result.step:,} steps done{loss}")
+    return 0
+
+
+def parse_args(argv: list[str], prog: str) -> Args:
+    """The command line read twice: once to learn where the defaults come from, then on top of those.
+
+    With --resume the saved configuration is the base, so that a flag changes only what it names.
+    """
+    first = parse(Args, argv, prog)
+    saved = first.out / "config.toml"
+    base = load_toml(saved, RunConfig) if first.resume and saved.exists() else RunConfig()
+    base = layered(base, first.size, first.config)
+    args = parse(Args, argv, prog, default=Args(out=first.out, run=base))
+    run = newer_length(base, args.run)
+    if args.data_path:
+        run = replace(run, data=replace(run.data, path=args.data_path))
+    return replace(args, run=run)
+
+
+def _resolved(config: RunConfig) -> RunConfig:
+    """Every derived field filled in from the token files and the number of processes."""
+    from groundup.data import TokenData
+
+    if not config.data.path:
+        raise UserError("no token files: add --data DIR, a directory written by groundup tokenize")
+    vocab_size = TokenData.open(config.data.path).vocab_size
+    from groundup.train.world import this_world  # torch comes with it
+
+    return config.resolve(vocab_size, this_world().size)

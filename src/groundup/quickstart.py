@@ -1,0 +1,273 @@
+"""From nothing to a talking model: corpus → tokenizer → token files → training → picture → samples.
+
+A program that calls the rooms in order; each stage's result is a file or directory that appears whole, so a stage
+whose result exists is skipped and an interrupted quickstart goes on from there. `quickstart.json` records what the
+stages were made from; another corpus or vocabulary needs another directory or a fresh start. The run's config.toml,
+written once, holds the size that was chosen for the machine: going on never sizes again.
+
+    OUT/quickstart.json   what it was asked for
+    OUT/corpus.txt        the embedded corpus (absent with --corpus)
+    OUT/tokenizer/        OUT/tokens/
+    OUT/config.toml …     OUT is the run's directory as well
+    OUT/loss.png
+"""
+
+import json
+import os
+import shlex
+import shutil
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from groundup.errors import UserError
+from groundup.files import write_atomic
+
+if TYPE_CHECKING:
+    from groundup.config import RunConfig
+    from groundup.data import TokenData
+    from groundup.tokenizer import Tokenizer
+
+MARK = "quickstart.json"
+PARTS = (
+    "checkpoints",
+    "metrics.jsonl",
+    "config.toml",
+    "tokenizer.json",
+    "loss.png",
+    "tokens",
+    "tokenizer",
+    "corpus.txt",
+)
+"""What a fresh start removes, before the mark itself."""
+VALID_FRACTION = 0.02
+RESERVED_SECONDS = 10.0
+"""Kept for what follows training: the picture and the samples."""
+CODE_PROMPTS = ["def ", "class ", "import "]
+SAMPLE = {"max_tokens": 120, "temperature": 0.8, "top_p": 0.95}
+
+
+@dataclass(frozen=True)
+class Quickstart:
+    """What to make, and where."""
+
+    out: Path
+    corpus: Path | None = None
+    """Text file or folder; None: the standard library's source."""
+    vocab_size: int = 4096
+    budget_seconds: float = 150.0
+    """For all of it; decides the size of the model and the steps."""
+    threads: int = 0
+    errors: Literal["strict", "replace"] = "strict"
+    fresh: bool = False
+
+
+def quickstart(job: Quickstart) -> bool:
+    """Do all stages that are not done; True when the end was reached, False when training was interrupted."""
+    start = time.monotonic()
+    if not job.budget_seconds > 0:
+        raise UserError(f"--budget-seconds is {job.budget_seconds:g}; it must be positive")
+    source, inputs = _inputs(job)
+    _claim(job, inputs)
+    if source is None:
+        source = _embedded_corpus(job.out)
+    tokens = _tokens(job, _tokenizer(job, source), source)
+    finished = _train(job, tokens, start)
+    if not finished:
+        print("\nsaved; the same command goes on from here")
+        return False
+    _picture(job.out)
+    prompts = CODE_PROMPTS if job.corpus is None else corpus_prompts(tokens)
+    _samples(job.out, prompts)
+    _next_commands(job.out, prompts[0])
+    return True
+
+
+def _inputs(job: Quickstart) -> tuple[Path | None, dict]:
+    """The corpus (None: embedded) and what must be the same for an earlier quickstart to be gone on with."""
+    inputs: dict = {"vocab_size": job.vocab_size, "corpus": "the standard library's source"}
+    if job.corpus is not None:
+        from groundup.data.corpus import find_sources
+
+        (found,) = find_sources([job.corpus])
+        inputs |= {"corpus": str(job.corpus.resolve()), "files": len(found.files), "bytes": found.bytes}
+    return job.corpus, inputs
+
+
+def _claim(job: Quickstart, inputs: dict) -> None:
+    """Make `out` this quickstart's directory, or check that it is."""
+    mark = job.out / MARK
+    if job.out.exists() and not job.out.is_dir():
+        raise UserError(f"--out {job.out} is a file; give a directory")
+    if not mark.exists() and job.out.exists() and any(job.out.iterdir()):
+        raise UserError(f"--out {job.out} holds files of something else; give another directory")
+    if mark.exists() and job.fresh:
+        for name in PARTS:
+            path = job.out / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        mark.unlink()
+    if not mark.exists():
+        write_atomic(mark, json.dumps(inputs, indent=1) + "\n")
+        return
+    try:
+        before = json.loads(mark.read_text(encoding="utf-8"))
+    except ValueError:
+        raise UserError(f"{mark} is damaged; --fresh starts anew") from None
+    for name in inputs | before:
+        if before.get(name) != inputs.get(name):
+            raise UserError(
+                f"{job.out} was made with {name} {before.get(name)}, not {inputs.get(name)}; "
+                "--fresh starts anew, or give another --out"
+            )
+
+
+def _embedded_corpus(out: Path) -> Path:
+    path = out / "corpus.txt"
+    if not path.exists():
+        from groundup.data import write_embedded_corpus
+
+        corpus = write_embedded_corpus(path)
+        print(
+            f"corpus     {corpus.documents:,} files of Python's standard library, {corpus.bytes / 1e6:.1f} MB "
+            f"({corpus.skipped} not UTF-8, left out)",
+            flush=True,
+        )
+    return path
+
+
+def _tokenizer(job: Quickstart, source: Path) -> "Tokenizer":
+    from groundup.tokenizer import Tokenizer
+
+    path = job.out / "tokenizer"
+    if path.exists():
+        return Tokenizer.load(path)
+    start = time.monotonic()
+    tokenizer = Tokenizer.train(
+        [source],
+        vocab_size=job.vocab_size,
+        special_tokens=["<|endoftext|>"],
+        threads=job.threads,
+        errors=job.errors,
+    )
+    tokenizer.save(path)
+    print(f"tokenizer  {tokenizer.vocab_size:,} ids, learnt in {time.monotonic() - start:.1f} s", flush=True)
+    return tokenizer
+
+
+def _tokens(job: Quickstart, tokenizer: "Tokenizer", source: Path) -> "TokenData":
+    from groundup.data import TokenData, tokenize_corpus
+
+    path = job.out / "tokens"
+    if path.exists():
+        return TokenData.open(path)
+    start = time.monotonic()
+    tokenize_corpus(
+        [source],
+        None,
+        tokenizer,
+        path,
+        valid_fraction=VALID_FRACTION,
+        threads=job.threads,
+        errors=job.errors,
+    )
+    data = TokenData.open(path)
+    print(
+        f"tokens     {len(data.train):,} to train on, {len(data.valid):,} to validate on, "
+        f"{data.bytes_per_token('train'):.2f} bytes a token, in {time.monotonic() - start:.1f} s",
+        flush=True,
+    )
+    return data
+
+
+def _train(job: Quickstart, data: "TokenData", start: float) -> bool:
+    """Begin the run or go on with it; False when it was interrupted."""
+    import torch
+
+    from groundup.train import ConsoleProgress, Progress, RunDirectory, bits_per_byte, train
+
+    if job.threads:
+        torch.set_num_threads(job.threads)
+    run = RunDirectory(job.out)
+    done = _is_finished(run.path)
+    config = run.load_config() if run.config.exists() else _sized(job, data, start)
+    result = train(config, job.out, resume=run.config.exists(), progress=Progress() if done else ConsoleProgress())
+    if result.interrupted:
+        return False
+    loss = result.valid_loss
+    assert loss is not None, "the quickstart evaluates after its last step"
+    bits = bits_per_byte(loss, data.bytes_per_token("valid"))
+    already = "already finished; --fresh starts anew: " if done else ""
+    print(f"\n{already}{result.step:,} steps, validation loss {loss:.4f}, {bits:.3f} bits per byte")
+    return True
+
+
+def _is_finished(out: Path) -> bool:
+    from groundup.train import RunDirectory
+    from groundup.train.checkpoint import checkpoint_steps
+
+    run = RunDirectory(out)
+    return run.config.exists() and run.load_config().train.steps in checkpoint_steps(run.checkpoints)
+
+
+def _sized(job: Quickstart, data: "TokenData", start: float) -> "RunConfig":
+    """The configuration for this machine and the time that is left, at least a fifth of the budget."""
+    from groundup.quickstart_size import choose
+    from groundup.train.device import choose_device
+
+    print("sizing     timing a few training steps …", flush=True)
+    left = job.budget_seconds - RESERVED_SECONDS - (time.monotonic() - start)
+    config = choose(len(data.train), data.vocab_size, max(left, job.budget_seconds / 5), choose_device("auto"))
+    return replace(config, data=replace(config.data, path=str(job.out / "tokens")))
+
+
+def corpus_prompts(data: "TokenData") -> list[str]:
+    """Up to three words that documents of the validation tokens begin with; of one long document, from three places."""
+    tokenizer, n = data.tokenizer(), len(data.valid)
+    many = len(data.valid_docs) >= 3
+    places = data.valid_docs[:: len(data.valid_docs) // 3][:3].tolist() if many else [0, n // 3, 2 * n // 3]
+    prompts = []
+    for place in places:
+        ids = [i for i in data.valid[place : place + 32].tolist() if i != tokenizer.eot_id]
+        words = tokenizer.decode(ids).split()
+        # The first word of an inner place, and the last one, may be cut.
+        words = words[0 if many or place == 0 else 1 : -1] or words
+        prompts.append(" ".join(words[:3])[:40])
+    return prompts
+
+
+def _picture(out: Path) -> None:
+    from groundup.report import plot_runs
+
+    plot_runs([out], out / "loss.png")
+    print(f"loss curve in {out / 'loss.png'}")
+
+
+def _samples(out: Path, prompts: list[str]) -> None:
+    from groundup.generate import generate_text
+    from groundup.train import load_run
+
+    model, tokenizer, _, _ = load_run(out)
+    for seed, prompt in enumerate(prompts):
+        print(f"\n── sample {seed + 1}, from {prompt!r} " + "─" * 40)
+        print(prompt, end="", flush=True)
+        for piece in generate_text(model, tokenizer, prompt, seed=seed, **SAMPLE):
+            print(piece, end="", flush=True)
+        print()
+
+
+def _next_commands(out: Path, prompt: str) -> None:
+    """Three commands that work when typed, `uv run` included where this process was started by it."""
+    groundup = "uv run groundup" if "UV_RUN_RECURSION_DEPTH" in os.environ else "groundup"
+    path, longer = shlex.quote(str(out)), shlex.quote(f"{out}-longer")
+    steps = 4 * _steps(out)
+    print("\nnext:")
+    print(f"  {groundup} generate {path} --prompt {shlex.quote(prompt)} --temperature 0.7 --max-tokens 300")
+    print(f"  {groundup} evaluate {path}")
+    print(f"  {groundup} train --config {path}/config.toml --train.steps {steps} --out {longer}")
+
+
+def _steps(out: Path) -> int:
+    from groundup.train import RunDirectory
+
+    return RunDirectory(out).load_config().train.steps
