@@ -116,7 +116,7 @@ def test_leftovers_of_killed_saves_are_removed(crashed: Path, tokens: Path):
 
 
 def full_disk_in_save_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    def save(tensors: dict, path: Path) -> None:
+    def save(tensors: dict, path: Path, metadata: dict) -> None:
         path.write_bytes(b"half")
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
@@ -181,6 +181,11 @@ def test_names_are_the_parameters_names(whole: Path):
     assert moments.keys() == {f"{key}.{name}" for name in weights for key in ("step", "exp_avg", "exp_avg_sq")}
     assert all(moments[f"exp_avg.{name}"].shape == weight.shape for name, weight in weights.items())
     assert moments["step.ln_final.weight"].item() == 12
+
+
+def test_files_are_as_private_as_the_umask_says(whole: Path):
+    modes = {path.stat().st_mode for path in (whole / "checkpoints" / "step-00000012").iterdir()}
+    assert len(modes) == 1
 
 
 def test_tied_weights_are_one_tensor(tokens: Path, tmp_path: Path):

@@ -63,3 +63,12 @@ def test_steps_from_tokens_are_explained(tokens: Path, tmp_path: Path):
     output, text = console(terminal=False)
     train(tiny_config(tokens, steps=0, tokens=1000, eval_every=0), tmp_path / "run", progress=ConsoleProgress(output))
     assert "8 = 1,000 tokens / 128 a step, rounded up" in text.getvalue()
+    assert "peak lr 0.003 after 5 steps, then a cosine to 0.0003" in text.getvalue()
+
+
+def test_a_warm_up_longer_than_the_run_and_a_finished_run_are_said(tokens: Path, tmp_path: Path):
+    config = tiny_config(tokens, steps=4, eval_every=0)
+    for resume, expected in ((False, "lr rising to 0.0024 only"), (True, "all of them done")):
+        output, text = console(terminal=False)
+        train(config, tmp_path / "run", resume=resume, progress=ConsoleProgress(output))
+        assert expected in text.getvalue()

@@ -69,11 +69,14 @@ def save_checkpoint(
     target = checkpoint_path(directory, step)
     try:
         with directory_written_aside(target) as aside:
-            save_file(model_tensors(model), aside / MODEL)
-            save_file(optimizer_tensors(model, optimizer), aside / OPTIMIZER)
+            # The format entry is what Hugging Face's loaders ask for.
+            save_file(model_tensors(model), aside / MODEL, metadata={"format": "pt"})
+            save_file(optimizer_tensors(model, optimizer), aside / OPTIMIZER, metadata={"format": "pt"})
             files = {name: _size_and_checksum(aside / name) for name in (MODEL, OPTIMIZER)}
             state = {"step": step, **facts, "files": files}
             (aside / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+            for name in (MODEL, OPTIMIZER):
+                shutil.copymode(aside / STATE, aside / name)  # safetensors makes them private whatever the umask
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UserError(

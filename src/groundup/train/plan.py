@@ -27,7 +27,7 @@ class Plan:
 
     def lines(self) -> list[str]:
         """The plan as text, one fact a line."""
-        model, train, optim = self.config.model, self.config.train, self.config.optim
+        model, train = self.config.model, self.config.train
         batch = (
             f"{train.global_batch_size} sequences = micro-batch {train.micro_batch_size} × accumulation "
             f"{train.grad_accumulation} × world size {self.world.size}; {self.tokens_per_step:,} tokens a step"
@@ -40,8 +40,7 @@ class Plan:
             f"batch      {batch}",
             f"steps      {self._steps()}",
             f"data       {self._epochs()}",
-            f"optimizer  AdamW, peak lr {optim.lr:g} after {optim.warmup_steps} steps, then a cosine to "
-            f"{optim.lr * optim.min_lr_ratio:g}",
+            f"optimizer  AdamW, {self._schedule()}",
         ]
 
     def _steps(self) -> str:
@@ -52,7 +51,18 @@ class Plan:
         else:
             source = f"; {total:,} tokens"
         rest = f", going on at step {self.first_step:,}" if self.first_step > 1 else ""
+        if self.first_step > train.steps:
+            rest = ", all of them done"
         return f"{train.steps:,}{source}{rest}"
+
+    def _schedule(self) -> str:
+        optim, steps = self.config.optim, self.config.train.steps
+        if optim.warmup_steps > steps:
+            reached = optim.lr * steps / optim.warmup_steps
+            return f"lr rising to {reached:g} only: the warm-up of {optim.warmup_steps} steps is longer than the run"
+        return (
+            f"peak lr {optim.lr:g} after {optim.warmup_steps} steps, then a cosine to {optim.lr * optim.min_lr_ratio:g}"
+        )
 
     def _epochs(self) -> str:
         config = self.config
