@@ -5,12 +5,13 @@
 # (the account's predictions beside the measurements) and log.txt. The parts run in the order of their weight; no cell
 # starts after SECONDS. Finished cells stay in $WORK (/tmp/groundup-bench): the same command goes on where it stopped.
 #
-# Estimates for an H200; a worker process (one for each size and precision) takes about 6 s to start:
-#   1  eager training steps   30 cells, 10 processes: 5 sizes × 3 contexts × fp32, bf16, 13 steps each     3.0 min
-#   2  eager forward          12 cells, 4 processes: without gradients, for --check                        0.5 min
-#   3  eager kernels          12 norm, 20 attention, 9 optimizer cells, mixed precision                    1.0 min
-#   4  compiled bf16 steps    15 cells, block by block: 6–15 s each                                        3.0 min
-#   5  what is left: compiled kernels, compiled fp32 steps, warm-ups 0/1/2/5, whole-model compile, TF32
+# Estimates for an H200; every command costs about 5 s and every worker process (one a size and precision) about 7 s:
+#   1  eager training steps and forward passes: 60 cells, 10 processes; 16 steps of each (3 warm-up, 10 timed, memory,
+#      FLOPs), of which fp32 at context 512 takes 0.08 s (small) to 1.5 s (2.7b)                          4.0 min
+#   2  eager norm (12 cells), attention (20), optimizer (9), mixed precision (3)                          1.2 min
+#   3  compiled bf16 steps, block by block: 15 cells, 5 processes, 6-15 s a cell                          3.0 min
+#   4  what is left: compiled norm and attention, compiled fp32 steps, warm-ups 0/1/2/5, whole-model compile, TF32
+# With less time, order the sizes: SIZES=small,xl; a process is stopped 100 s after its cell began.
 set -uo pipefail
 OUT=${1:?usage: benchmarks/h200_bench.sh OUT [SECONDS]}
 LIMIT=${2:-480}
@@ -35,18 +36,17 @@ longest=${contexts##*,}
 norm=(--hidden "${HIDDEN:-1024,2048,4096,8192}" --rows "${ROWS:-32768}")
 grid=(--d "${D:-16,32,64,128}" --context "${N:-256,1024,4096,8192,16384}" --steps 10)
 quick=(--warmup 3 --steps 10)
-train=(--size "$sizes" --context "$contexts" --mode train-step "${quick[@]}")
+train=(--size "$sizes" --context "$contexts" "${quick[@]}")
 
-bench step "${train[@]}" --precision fp32,bf16
-bench step --size "${SIZES:-small,xl}" --context "$contexts" --mode forward --precision fp32,bf16 "${quick[@]}"
+bench step "${train[@]}" --mode train-step,forward --precision fp32,bf16
 bench norm "${norm[@]}" --implementation eager,layer_norm,rms_norm
 bench attention "${grid[@]}" --implementation eager
 bench optimizer --size "${SIZES:-small,medium,xl}"
 bench mixed-precision
-bench step "${train[@]}" --precision bf16 --compile "${COMPILE:-blocks}"
+bench step "${train[@]}" --mode train-step --precision bf16 --compile "${COMPILE:-blocks}"
 bench norm "${norm[@]}" --implementation "${COMPILED:-compiled}"
 bench attention "${grid[@]}" --implementation "${COMPILED:-compiled}"
-bench step "${train[@]}" --precision fp32 --compile "${COMPILE:-blocks}"
+bench step "${train[@]}" --mode train-step --precision fp32 --compile "${COMPILE:-blocks}"
 bench step --size "${SIZES:-small}" --context "$longest" --mode forward-backward --warmup 0,1,2,5
 bench step --size "${SIZES:-small}" --context "$contexts" --mode train-step --precision bf16 \
     --compile "${COMPILE:-model}" "${quick[@]}"

@@ -27,6 +27,10 @@ Progress = Callable[[int, int, Cell], None]
 """Called after each cell: its number from 1, the number of cells to measure, the cell."""
 
 
+START_LIMIT = 300.0
+"""Seconds a worker process may take to import torch."""
+
+
 def directory_of(benchmark: Benchmark, options: SweepOptions) -> Path:
     """Where the sweep keeps its cells."""
     return Path(options.out) if options.out else Path("runs") / "bench" / benchmark.name
@@ -93,6 +97,7 @@ class Worker:
     def __init__(self, benchmark: Benchmark):
         self.benchmark = benchmark
         self.process: subprocess.Popen[str] | None = None
+        self.ready = False
 
     def measure(self, parameters: Parameters, time_limit: float) -> Cell:
         """The cell, whatever becomes of the process that measures it."""
@@ -101,14 +106,17 @@ class Worker:
         process = self.process
         assert process is not None
         request = json.dumps({"module": self.benchmark.module, "parameters": parameters})
+        limit = START_LIMIT  # starting up does not count against the cell
         try:
+            if not self.ready:
+                self.ready = bool(self.replies.get(timeout=limit))
+            limit = time_limit
             print(request, file=process.stdin, flush=True)
-            line = self.replies.get(timeout=time_limit)
+            line = self.replies.get(timeout=limit)
         except queue.Empty:
             self.stop()
-            return make_cell(
-                self.benchmark.name, parameters, "timeout", f"stopped after the time limit of {time_limit:g} s"
-            )
+            message = f"stopped after the time limit of {limit:g} s"
+            return make_cell(self.benchmark.name, parameters, "timeout", message)
         except BrokenPipeError:
             line = ""
         if line:
@@ -134,6 +142,7 @@ class Worker:
             start_new_session=True,
         )
         self.replies: queue.Queue[str] = queue.Queue()
+        self.ready = False
         threading.Thread(target=_forward_lines, args=(self.process.stdout, self.replies), daemon=True).start()
 
     def _last_words(self, code: int) -> str:

@@ -22,6 +22,9 @@ from groundup.bench.benchmark import Benchmark
 from groundup.bench.cells import Cell, Parameters, make_cell
 from groundup.bench.environment import environment
 
+READY = "ready"
+"""The first line: the imports are done, a cell's time limit may start."""
+
 _NO_MEMORY = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed")
 
 
@@ -30,6 +33,7 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    print(READY, file=replies, flush=True)
     for index, line in enumerate(sys.stdin):
         request = json.loads(line)
         benchmark: Benchmark = import_module(request["module"]).BENCHMARK

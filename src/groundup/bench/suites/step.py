@@ -128,7 +128,8 @@ def run(parameters: Parameters) -> Measurement:
     )
     tokens = int(parameters["batch_size"]) * int(parameters["context_length"])
     metrics: dict[str, Any] = {"parameters.total": count_parameters(subject.model)}
-    metrics |= _time_metrics(timing, tokens) | subject.tensor_bytes() | subject.memory() | count_flops(parameters)
+    metrics |= _time_metrics(timing, tokens) | subject.tensor_bytes() | subject.memory()
+    metrics |= count_flops(subject, parameters)
     notes = {} if device.type == "cuda" else {"memory": "the allocator is not measured on the CPU: null"}
     return Measurement(metrics, _stamp(parameters, timing), notes)
 
@@ -247,20 +248,24 @@ class Subject:
         return found
 
 
-def count_flops(parameters: Parameters) -> dict[str, int]:
-    """FLOPs of the model's own operations as torch.utils.flop_counter sees them pass, on tensors without data."""
-    with torch.device("meta"):
-        model = TransformerLM(model_config(parameters))
-        ids = torch.zeros(int(parameters["batch_size"]), int(parameters["context_length"]), dtype=torch.int64)
-    with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(parameters["grad"] == "on"):
-        loss = model(ids, ids)
+def count_flops(subject: Subject, parameters: Parameters) -> dict[str, int]:
+    """FLOPs of the model's own operations as torch.utils.flop_counter sees them pass in one untimed step.
+
+    The counter cannot look into compiled code: a compiled model is counted on an eager twin without data.
+    """
+    model, ids = subject.model, subject.ids
+    if parameters["compile"] != "no":
+        with torch.device("meta"):
+            model, ids = TransformerLM(model_config(parameters)), ids.to("meta")
+    model.zero_grad(set_to_none=True)
+    with FlopCounterMode(display=False) as counter:
+        with torch.set_grad_enabled(subject.records), subject.autocast:
+            loss = model(ids, ids)
         forward = counter.get_total_flops()
-        if parameters["mode"] != "forward":
-            loss.backward()
-    counts = {"flops.forward": forward}
-    if parameters["mode"] != "forward":
-        counts["flops.backward"] = counter.get_total_flops() - forward
-    return counts
+        if parameters["mode"] == "forward":
+            return {"flops.forward": forward}
+        loss.backward()
+    return {"flops.forward": forward, "flops.backward": counter.get_total_flops() - forward}
 
 
 def _check(measured: list, options: Options) -> list[dict[str, Any]]:

@@ -1,0 +1,190 @@
+"""`groundup bench …`: benchmarks on one harness, their tables, and comparisons of their results."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tyro.conf import Positional, arg
+
+from groundup.cli.output import note
+from groundup.cli.parse import parse
+from groundup.errors import UserError, nearest_name
+from groundup.files import write_atomic
+
+TOOLS = {
+    "table": "tables, plots and one JSON document from result files",
+    "diff": "two results side by side: ratio, and whether it is beyond the spread",
+    "check": "the account's predictions against measured steps",
+}
+
+
+@dataclass(frozen=True)
+class TableArgs:
+    """Tables, a plot or one JSON document from the results of sweeps."""
+
+    results: Annotated[tuple[Path, ...], Positional, arg(metavar="RESULTS...")]
+    """Result files, or directories of cells."""
+    where: str = ""
+    """Only cells with these parameters, e.g. compile=no,precision=fp32."""
+    format: Literal["plain", "markdown", "latex"] = "markdown"
+    """How tables are written."""
+    plot: str = ""
+    """File for the plot (.png, .pdf or .svg); the results of one benchmark only."""
+    json: str = ""
+    """File for all cells as one JSON document; without a path, standard output holds only that."""
+
+
+@dataclass(frozen=True)
+class DiffArgs:
+    """Compare two results: the ratio of every metric, and whether the change is beyond the spread."""
+
+    old: Annotated[Path, Positional, arg(metavar="OLD")]
+    """Result file, or directory of cells."""
+    new: Annotated[Path, Positional, arg(metavar="NEW")]
+    """Result file, or directory of cells."""
+    all: bool = False
+    """Also show what did not change besides the times."""
+    json: str = ""
+    """File for the rows as JSON; without a path, standard output holds only that."""
+
+
+@dataclass(frozen=True)
+class CheckArgs:
+    """Hold the account's predictions against the results of `bench step`."""
+
+    results: Annotated[tuple[Path, ...], Positional, arg(metavar="RESULTS...")]
+    """Result files, or directories of cells."""
+    strict: bool = False
+    """Exit code 1 when a line misses its target."""
+    hardware: str = ""
+    """GPU of the account's table for the predicted time; empty: the one measured on, from its measured peaks."""
+    json: str = ""
+    """File for the rows as JSON; without a path, standard output holds only that."""
+
+
+def main(argv: list[str], prog: str) -> int:
+    from groundup.bench.benchmark import find, summaries
+
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_help(summaries() | TOOLS, prog))
+        return 0
+    name, rest, prog = argv[0], argv[1:], f"{prog} {argv[0]}"
+    if name == "table":
+        return _table(parse(TableArgs, rest, prog))
+    if name == "diff":
+        return _diff(parse(DiffArgs, rest, prog))
+    if name == "check":
+        return _check(parse(CheckArgs, rest, prog))
+    if name not in summaries():
+        raise UserError(
+            f'no benchmark "{name}"{nearest_name(name, summaries() | TOOLS)}; {prog.rsplit(" ", 1)[0]} --help'
+        )
+    benchmark = find(name)
+    return _sweep(benchmark, parse(benchmark.options, rest, prog), rest)
+
+
+def _help(rows: dict[str, str], prog: str) -> str:
+    width = max(map(len, rows)) + 3
+    listed = "\n".join(f"  {name:<{width}}{text}" for name, text in rows.items())
+    return f"usage: {prog} NAME [OPTIONS]\n\n{listed}\n\n{prog} NAME --help says what each takes"
+
+
+def _sweep(benchmark: Any, options: Any, argv: list[str]) -> int:
+    from groundup.bench.cells import document
+    from groundup.bench.check import missed
+    from groundup.bench.plots import check_suffix, plot
+    from groundup.bench.sweep import directory_of, sweep
+    from groundup.bench.tables import check_table, progress_line, table
+
+    if options.slurm:
+        return _slurm(benchmark, options, argv)
+    if options.plot:
+        check_suffix(options.plot)
+    cells, left = sweep(benchmark, options, lambda i, n, cell: note(f"[{i}/{n}] {progress_line(benchmark, cell)}"))
+    note(f"{len(cells)} cells in {directory_of(benchmark, options)}")
+    if left:
+        note(f"{left} cells not started before the deadline; run the same command again to go on")
+    if not cells:
+        raise UserError("no cell was measured before --deadline-seconds; give more time")
+    rows = benchmark.check(cells, options) if benchmark.check and options.check else None
+    if options.table:
+        form = "latex" if options.table.endswith(".tex") else "markdown"
+        write_atomic(Path(options.table), table(benchmark, cells, form) + "\n")
+    if options.plot:
+        plot(benchmark, cells, Path(options.plot))
+    text = table(benchmark, cells, "plain") + ("" if rows is None else f"\n\n{check_table(rows, 'plain')}")
+    _emit(document(benchmark.name, cells, rows), text, options.json)
+    return 1 if rows is not None and options.strict and missed(rows) else 0
+
+
+def _slurm(benchmark: Any, options: Any, argv: list[str]) -> int:
+    from groundup.bench.slurm import slurm_script, without_flag
+
+    # The GPU is where the job will run, not here; the number of cells does not depend on it.
+    count = len(benchmark.cells(replace(options, device="cpu")))
+    script = slurm_script(
+        benchmark.name, without_flag(argv, "--slurm"), count, benchmark.seconds_per_cell, options.device != "cpu"
+    )
+    write_atomic(Path(options.slurm), script)
+    print(options.slurm)
+    return 0
+
+
+def _table(args: TableArgs) -> int:
+    from groundup.bench.benchmark import find
+    from groundup.bench.cells import document, read_results, select
+    from groundup.bench.plots import check_suffix, plot
+    from groundup.bench.tables import table
+
+    cells = select(read_results(_given(args.results)), args.where)
+    names = list(dict.fromkeys(cell["benchmark"] for cell in cells))
+    if len(names) > 1 and args.plot:
+        raise UserError(f"the results hold {', '.join(names)}; --plot takes those of one benchmark")
+    by_name = {name: [cell for cell in cells if cell["benchmark"] == name] for name in names}
+    if args.plot:
+        check_suffix(args.plot)
+        plot(find(names[0]), cells, Path(args.plot))
+    text = "\n\n".join(table(find(name), some, args.format) for name, some in by_name.items())
+    _emit(document(", ".join(names), cells), text, args.json)
+    return 0
+
+
+def _diff(args: DiffArgs) -> int:
+    from groundup.bench.cells import read_results
+    from groundup.bench.diff import diff, diff_table
+
+    rows = diff(read_results([args.old]), read_results([args.new]))
+    _emit({"rows": rows}, diff_table(rows, args.all, "plain"), args.json)
+    return 0
+
+
+def _check(args: CheckArgs) -> int:
+    from groundup.bench.cells import read_results
+    from groundup.bench.check import check_steps, missed
+    from groundup.bench.suites.step import model_config
+    from groundup.bench.tables import check_table
+
+    cells = [cell for cell in read_results(_given(args.results)) if cell["benchmark"] == "step"]
+    if not cells:
+        raise UserError("the results hold no cell of bench step; predictions exist for that benchmark")
+    rows = check_steps(cells, model_config, args.hardware)
+    _emit({"check": rows}, check_table(rows, "plain"), args.json)
+    return 1 if args.strict and missed(rows) else 0
+
+
+def _given(results: tuple[Path, ...]) -> tuple[Path, ...]:
+    if not results:
+        raise UserError("missing: RESULTS..., at least one result file or directory")
+    return results
+
+
+def _emit(result: dict[str, Any], text: str, json_path: str) -> None:
+    """The text for people; with --json the document to its file, or alone to standard output."""
+    whole = json.dumps(result, indent=1)
+    if json_path == "-":
+        print(whole)
+        return
+    print(text)
+    if json_path:
+        write_atomic(Path(json_path), whole + "\n")

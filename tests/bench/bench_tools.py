@@ -1,0 +1,80 @@
+"""Shared by the tests of bench/: a worker in this process, the schema, and cells made by hand."""
+
+import json
+from pathlib import Path
+
+import jsonschema
+import torch
+
+import groundup.bench
+from groundup.bench import sweep as sweep_module
+from groundup.bench.benchmark import find
+from groundup.bench.cells import make_cell
+from groundup.bench.worker import measure
+
+SCHEMA = json.loads((Path(groundup.bench.__file__).parent / "schema.json").read_text())
+
+TINY = {
+    "step": {"size": "tiny", "context": "8", "mode": "train-step", "warmup": "1", "steps": 2},
+    "attention": {"d": "4", "context": "8", "implementation": "eager", "warmup": 1, "steps": 2},
+    "norm": {"hidden": "8", "rows": "4", "implementation": "eager,layer_norm,rms_norm", "warmup": 1, "steps": 2},
+    "optimizer": {"size": "tiny", "warmup": 1, "steps": 2},
+    "mixed-precision": {},
+}
+
+
+def validate(document):
+    """Against schema.json, after a round through JSON text."""
+    jsonschema.Draft202012Validator(SCHEMA).validate(json.loads(json.dumps(document, allow_nan=False)))
+
+
+def tiny_cells(name, **changes):
+    """The cells of a benchmark at sizes that a CPU measures in milliseconds, measured in this process."""
+    benchmark = find(name)
+    options = benchmark.options(device="cpu", **(TINY[name] | changes))
+    return [measure(benchmark, parameters) for parameters in benchmark.cells(options)]
+
+
+class InProcess:
+    """Takes the place of sweep.Worker: no process, so that a sweep's logic is tested in milliseconds."""
+
+    started = 0
+
+    def __init__(self, benchmark):
+        self.benchmark = benchmark
+        type(self).started += 1
+
+    def measure(self, parameters, time_limit):
+        flags = torch.get_float32_matmul_precision()
+        try:
+            return measure(self.benchmark, parameters)
+        finally:
+            torch.set_float32_matmul_precision(flags)
+
+    def stop(self):
+        pass
+
+
+def in_process(monkeypatch):
+    """Sweeps measure in this process for the rest of the test."""
+    InProcess.started = 0
+    monkeypatch.setattr(sweep_module, "Worker", InProcess)
+
+
+def time_summary(median, std=0.0):
+    return {
+        "mean": median,
+        "std": std,
+        "median": median,
+        "p10": median,
+        "p90": median,
+        "min": median,
+        "max": median,
+        "n": 5,
+    }
+
+
+def cell(benchmark="norm", status="ok", message="", metrics=None, **parameters):
+    """A cell as a sweep would write it."""
+    stamp = {"device": "cpu", "cpu": "a processor", "torch": "2.11.0", "tf32": False, "dtype": "float32"}
+    return make_cell(benchmark, parameters | {"device": "cpu"}, status, message, metrics or {}, {}, stamp)

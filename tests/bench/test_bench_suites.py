@@ -1,0 +1,156 @@
+"""Every benchmark on tiny sizes: valid JSON, and numbers that an independent count confirms."""
+
+import getpass
+import json
+import os
+import socket
+
+import numpy as np
+import pytest
+import torch
+from bench_tools import TINY, tiny_cells, validate
+
+from groundup.account import predict_step
+from groundup.bench.benchmark import find, summaries
+from groundup.bench.cells import document
+from groundup.bench.suites import mixed_precision, norm, step
+from groundup.config import size
+from groundup.errors import UserError
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_cells_are_valid_and_complete(name):
+    cells = tiny_cells(name)
+    assert [cell["status"] for cell in cells] == ["ok"] * len(cells), cells
+    validate(document(name, cells))
+    columns = {column.metric for column in find(name).columns}
+    assert any(columns & cell["metrics"].keys() for cell in cells)
+
+
+def test_every_benchmark_is_tested_here():
+    assert sorted(TINY) == sorted(summaries())
+    assert all(summaries().values())
+
+
+def test_stamps_name_no_machine_person_or_path():
+    text = json.dumps(tiny_cells("mixed-precision"))
+    for word in (socket.gethostname(), getpass.getuser(), os.getcwd()):
+        if len(word) > 4:  # "root" or a one-letter host would be found in ordinary words
+            assert word not in text
+
+
+def test_step_counts_what_the_shape_says():
+    modes = "forward,forward-backward,train-step"
+    cells = {cell["parameters"]["mode"]: cell for cell in tiny_cells("step", mode=modes)}
+    work = predict_step(size("tiny"), 4, 8)
+    total = work["parameters.total"]
+    for mode, cell in cells.items():
+        metrics = cell["metrics"]
+        assert metrics["parameters.total"] == total
+        assert metrics["memory.parameters"] == 4 * total
+        assert metrics["memory.gradients"] == (0 if mode == "forward" else 4 * total)
+        assert metrics["memory.optimizer"] == (8 * total if mode == "train-step" else 0)
+        assert metrics["flops.forward"] == work["flops.forward"]
+        assert metrics.get("flops.backward") == (None if mode == "forward" else work["flops.backward"])
+        assert metrics["memory.peak"] is None
+        assert "CPU" in cell["notes"]["memory"]
+    assert cells["train-step"]["metrics"]["time.optimizer"]["n"] == 2
+    assert "time.backward" not in cells["forward"]["metrics"]
+    assert cells["forward"]["environment"]["grad_mode"] == "no_grad"
+    assert cells["train-step"]["environment"]["grad_mode"] == "grad"
+
+
+def test_step_time_is_the_sum_of_its_phases():
+    metrics = tiny_cells("step")[0]["metrics"]
+    parts = sum(metrics[f"time.{phase}"]["mean"] for phase in ("forward", "backward", "optimizer"))
+    assert metrics["time.step"]["mean"] == pytest.approx(parts)
+    assert metrics["tokens_per_second"] == pytest.approx(4 * 8 / metrics["time.step"]["median"] * 1e3)
+
+
+def test_warmup_zero_says_so_and_has_its_own_process():
+    options = step.Options(device="cpu", size="tiny", warmup="0,1,2")
+    groups = [step.group(parameters) for parameters in step.cells(options)]
+    assert len(set(groups)) == 4  # three contexts cold, the rest together
+    cell = tiny_cells("step", warmup="0", mode="forward")[0]
+    assert cell["environment"]["step"] == "includes the first step"
+    assert cell["metrics"]["time.first_step"] in (cell["metrics"]["time.step"][end] for end in ("min", "max"))
+
+
+def test_bf16_is_autocast_over_float32_weights():
+    subject = step.Subject(
+        step.cells(step.Options(device="cpu", size="tiny", context="8", precision="bf16"))[0], torch.device("cpu")
+    )
+    seen = []
+    subject.model.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    subject.forward().backward()
+    assert seen == [torch.bfloat16]
+    assert {p.dtype for p in subject.model.parameters()} == {torch.float32}
+    assert {p.grad.dtype for p in subject.model.parameters()} == {torch.float32}
+
+
+def test_a_config_file_takes_the_place_of_a_size(tmp_path):
+    path = tmp_path / "narrow.toml"
+    path.write_text("[model]\nvocab_size = 32\nd_model = 16\nn_heads = 2\nn_layers = 1\n")
+    cells = step.cells(step.Options(device="cpu", config=str(path), context="8"))
+    assert cells[0]["size"] == "narrow"
+    assert step.model_config(cells[0]).d_model == 16
+
+
+def test_accumulation_is_the_courses_and_numpys():
+    found = mixed_precision.accumulate(torch.device("cpu"))
+    assert [round(value, 4) for value in found.values()] == [10.0001, 9.9531, 10.0021, 10.0021]
+    total = np.float16(0)
+    for _ in range(1000):
+        total = np.float16(total + np.float16(0.01))
+    assert found["sum.fp16_of_fp16"] == float(total)
+
+
+def test_autocast_dtypes():
+    found = mixed_precision.dtypes(torch.device("cpu"), torch.bfloat16)
+    assert found["dtype.parameters"] == found["dtype.gradients"] == found["dtype.loss"] == "float32"
+    assert found["dtype.fc1"] == found["dtype.logits"] == "bfloat16"
+
+
+def test_norms_compute_what_they_are_called():
+    x = torch.randn(5, 8, dtype=torch.float64)
+    gain, bias = (torch.nn.Parameter(torch.rand(8, dtype=torch.float64)) for _ in range(2))
+    rms = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain
+    centred = x - x.mean(-1, keepdim=True)
+    layer = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain + bias
+    for name, truth in (("eager", rms), ("rms_norm", rms), ("layer_norm", layer)):
+        torch.testing.assert_close(norm.norm_function(name, 8, gain, bias)(x), truth)
+
+
+def test_bandwidth_is_bytes_over_time():
+    metrics = tiny_cells("norm", implementation="eager")[0]["metrics"]
+    bytes_of_x = 4 * 8 * 2  # rows × hidden × bf16
+    assert metrics["bandwidth.forward"] == pytest.approx(2 * bytes_of_x / metrics["time.forward"]["median"] / 1e6)
+    assert metrics["bandwidth.backward"] == pytest.approx(3 * bytes_of_x / metrics["time.backward"]["median"] / 1e6)
+    update = tiny_cells("optimizer", implementation="fused")[0]["metrics"]
+    seconds = update["time.update"]["median"] / 1e3
+    assert update["bandwidth.update"] == pytest.approx(28 * update["parameters.total"] / seconds / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("step", {"precision": "fp32,fp8"}, '--precision: no "fp8"'),
+        ("step", {"context": "8,x"}, '--context: "x"'),
+        ("step", {"context": ","}, "--context: the list is empty"),
+        ("step", {"size": "smal"}, 'did you mean "small"'),
+        ("step", {"steps": 0}, "--steps is 0"),
+        ("attention", {"warmup": 0}, "--warmup is 0"),
+        ("norm", {"implementation": "triton"}, '--implementation: no "triton"'),
+    ],
+)
+def test_bad_options_are_one_line(name, changes, words):
+    with pytest.raises(UserError) as error:
+        tiny_cells(name, **changes)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu_is_refused():
+    with pytest.raises(UserError, match="no GPU"):
+        step.cells(step.Options(device="cuda"))
