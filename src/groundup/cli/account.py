@@ -1,0 +1,143 @@
+"""`groundup account …`: parameters, FLOPs, memory and time of a model, from its configuration alone."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import arg
+
+from groundup.cli.parse import parse
+from groundup.config import ModelConfig, RunConfig, load_toml, size
+from groundup.errors import UserError, nearest_name
+from groundup.files import write_atomic
+
+
+@dataclass(frozen=True)
+class ParamsArgs:
+    """Parameters by component."""
+
+    size: str = ""
+    """A named size: small, medium, large, xl, 2.7b, 10b, gpt2-124m, …, stories-17m."""
+    config: Annotated[Path | None, arg(metavar="FILE")] = None
+    """A run's TOML file instead; its [model] counts."""
+    vocab_size: int = 0
+    """Number of token ids; 0: the configuration's."""
+    explain: bool = False
+    """Print each formula with its numbers and its source."""
+    json: Annotated[str, arg(metavar="[PATH]")] = ""
+    """Write the result as JSON; without a path, standard output holds only that."""
+
+
+@dataclass(frozen=True)
+class FlopsArgs(ParamsArgs):
+    """Floating-point operations: every matrix product with its shape, forward and backward."""
+
+    batch: int = 4
+    """Sequences a step."""
+    context: int = 0
+    """Tokens a sequence; 0: the configuration's context length."""
+    attention: Literal["reference", "flash"] = "reference"
+    """reference computes all scores; flash skips what the causal mask hides and keeps no scores."""
+    checkpoint_every: int = 0
+    """Blocks a checkpointed piece holds (activation checkpointing); 0: none."""
+
+
+@dataclass(frozen=True)
+class MemoryArgs(FlopsArgs):
+    """Memory of a step: what stays, what autograd keeps (by layer and by tensor), the peak of each phase."""
+
+    mode: Literal["forward", "forward-backward", "train-step"] = "train-step"
+    """What a step does."""
+    precision: Literal["fp32", "tf32", "bf16-mixed", "bf16-pure"] = "fp32"
+    """bf16-mixed: float32 weights under autocast. bf16-pure: weights, gradients and state in bf16."""
+    grad: bool = False
+    """With mode forward: autograd records (the other modes always do)."""
+    gpu: str = "h200-measured"
+    """GPU of the account's table."""
+
+
+@dataclass(frozen=True)
+class ThroughputArgs(MemoryArgs):
+    """Time of a step from peak rates; MFU, tokens a second, days and cost; the largest batch that fits."""
+
+    launch_us: float = 8.0
+    """Microseconds the host needs to launch one kernel in eager mode."""
+    tokens: float = 0
+    """Tokens to train on (1e9 is allowed); 0: none."""
+    price: float = 0.0
+    """Price of one GPU hour."""
+    gpus: int = 1
+    """Number of GPUs; communication is not counted."""
+
+
+COMMANDS: dict[str, type[ParamsArgs]] = {
+    "params": ParamsArgs,
+    "flops": FlopsArgs,
+    "memory": MemoryArgs,
+    "throughput": ThroughputArgs,
+}
+
+
+def main(argv: Sequence[str], prog: str) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_help(prog))
+        return 0
+    if argv[0] not in COMMANDS:
+        raise UserError(f'no command "account {argv[0]}"{nearest_name(argv[0], COMMANDS)}; {prog} --help lists them')
+    args = parse(COMMANDS[argv[0]], argv[1:], f"{prog} {argv[0]}")
+    report = _report(args)
+    document = json.dumps(report.document, indent=2)
+    print(document if args.json == "-" else report.text(args.explain))
+    if args.json not in ("", "-"):
+        write_atomic(Path(args.json), document + "\n")
+    return 0
+
+
+def _help(prog: str) -> str:
+    rows = "\n".join(f"  {name:<12}{(kind.__doc__ or '').strip()}" for name, kind in COMMANDS.items())
+    return f"usage: {prog} COMMAND [OPTIONS]\n\nPredictions from the configuration alone.\n\n{rows}"
+
+
+def _config(args: ParamsArgs) -> ModelConfig:
+    """The model that is asked about; `--context` replaces its context length."""
+    if bool(args.size) == bool(args.config):
+        raise UserError("give exactly one of --size and --config")
+    config = load_toml(args.config, RunConfig).model if args.config else size(args.size)
+    if args.vocab_size:
+        config = replace(config, vocab_size=args.vocab_size)
+    if not config.vocab_size:
+        raise UserError(f"{args.config} leaves model.vocab_size to the tokenizer; give --vocab-size")
+    if isinstance(args, FlopsArgs) and args.context:
+        config = replace(config, context_length=args.context)
+    return config.resolve()
+
+
+def _report(args: ParamsArgs):
+    from groundup.account import report
+    from groundup.account.hardware import gpu
+    from groundup.account.memory import Setting
+
+    config = _config(args)
+    if not isinstance(args, FlopsArgs):
+        return report.params_report(config)
+    setting = Setting(args.batch, args.context, attention=args.attention, checkpoint_every=args.checkpoint_every)
+    if not isinstance(args, MemoryArgs):
+        return report.flops_report(config, setting)
+    device = gpu(args.gpu)
+    setting = replace(
+        setting,
+        mode=args.mode,
+        precision=args.precision,
+        grad=args.grad,
+        workspace_mib=device.cublas_workspace_mib,
+    )
+    if not isinstance(args, ThroughputArgs):
+        return report.memory_report(config, setting)
+    for name in ("launch_us", "tokens", "price"):
+        if getattr(args, name) < 0:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must not be negative")
+    if args.gpus < 1:
+        raise UserError(f"--gpus is {args.gpus}; it must be at least 1")
+    return report.throughput_report(config, setting, device, args.launch_us, int(args.tokens), args.price, args.gpus)

@@ -1,0 +1,155 @@
+"""The command: JSON against its schema, tables, no torch; and the throughput's arithmetic."""
+
+import json
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from groundup.account import Setting, gpu, max_batch, parameters, predict_step, trace
+from groundup.account.hardware import GPUS
+from groundup.account.throughput import kernel_ms, throughput
+from groundup.cli.account import main
+from groundup.config import dump_toml, size
+from groundup.config.run import RunConfig
+from groundup.errors import UserError
+
+SCHEMA = json.loads((files("groundup.account") / "schema.json").read_text())
+COMMANDS = [
+    ["params", "--size", "small"],
+    ["flops", "--size", "gpt2-124m", "--attention", "flash", "--checkpoint-every", "2"],
+    ["memory", "--size", "stories-17m", "--precision", "bf16-mixed", "--context", "64"],
+    ["memory", "--size", "stories-17m", "--mode", "forward"],
+    ["throughput", "--size", "stories-17m", "--gpu", "rtx-4090", "--tokens", "3e8", "--price", "0.5"],
+]
+
+
+def run(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(argv, "groundup account") == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
+def test_json_is_valid_and_alone_on_standard_output(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads(run([*argv, "--json"], capsys))
+    jsonschema.validate(document, SCHEMA)
+    config = size(argv[2]).resolve()
+    assert document["parameters.total"] == parameters(config)["total"]
+    assert document["command"] == f"account {argv[0]}"
+
+
+@pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
+def test_tables_state_their_units_and_formulas_their_sources(
+    argv: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "out.json"
+    text = run([*argv, "--explain", "--json", str(path)], capsys)
+    jsonschema.validate(json.loads(path.read_text()), SCHEMA)
+    words = {"params": "V·d", "flops": "multiply-add (MAC) is two", "memory": "GB is 10**9", "throughput": "ms"}
+    assert words[argv[0]] in text
+    assert text.count("[") >= 3
+
+
+def test_the_schema_refuses_other_documents() -> None:
+    good = {"command": "account params", "config": {}, "units": {}, "parameters.total": 1}
+    good["config"] = dict.fromkeys(SCHEMA["properties"]["config"]["required"], 1)
+    jsonschema.validate(good, SCHEMA)
+    for bad in ({"parameters.total": 0.5}, {"memory.peek": "1"}, {"unknown": 1}, {"command": "account flops"}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(good | bad, SCHEMA)
+
+
+def test_a_runs_configuration_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(dump_toml(RunConfig()))
+    with pytest.raises(UserError, match="--vocab-size"):
+        main(["params", "--config", str(path)], "groundup account")
+    document = json.loads(run(["params", "--config", str(path), "--vocab-size", "300", "--json"], capsys))
+    assert document["parameters.embeddings"] == 300 * 512
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["params"], "exactly one of --size and --config"),
+        (["params", "--size", "smal"], 'did you mean "small"'),
+        (["parms", "--size", "small"], 'did you mean "params"'),
+        (["throughput", "--size", "small", "--gpu", "h20"], "did you mean"),
+        (["throughput", "--size", "small", "--gpus", "0"], "--gpus is 0"),
+        (["memory", "--size", "small", "--checkpoint-every", "13"], "12 layers"),
+    ],
+)
+def test_bad_input_is_one_line(argv: list[str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        main(argv, "groundup account")
+
+
+@pytest.mark.parametrize("command", ["params", "flops", "memory", "throughput"])
+def test_no_command_imports_torch(command: str) -> None:
+    code = (
+        "import sys; from groundup.cli.account import main; "
+        f"main(['{command}', '--size', 'stories-17m', '--explain'], 'groundup account'); "
+        "assert not {'torch', 'jaxtyping', 'numpy'} & set(sys.modules), 'heavy import'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_prediction_has_the_benchmarks_names() -> None:
+    config = size("stories-17m")
+    found = predict_step(config, 2, 64, "train-step", "bf16-mixed")
+    for key in (
+        *("parameters.total", "flops.forward", "flops.backward", "memory.parameters", "memory.gradients"),
+        *("memory.optimizer", "memory.static", "memory.activations", "memory.peak_forward", "memory.peak_backward"),
+        *("memory.peak_optimizer", "memory.peak", "time.forward", "time.backward", "time.optimizer", "time.step"),
+    ):
+        assert found[key] > 0, key
+    assert found["time.step"] == pytest.approx(sum(found[f"time.{p}"] for p in ("forward", "backward", "optimizer")))
+    forward = predict_step(config, 2, 64, "forward")
+    assert forward["flops.backward"] == forward["memory.gradients"] == forward["memory.optimizer"] == 0
+    assert forward["memory.peak"] < found["memory.peak"]
+
+
+def test_roofline_by_hand() -> None:
+    """A large product is bound by arithmetic, a copy by bandwidth; a launch-bound phase by the host."""
+    config = size("small").resolve()
+    step = trace(config, Setting(4, 256))
+    device = gpu("h200-measured")
+    product = max(step.kernels, key=lambda k: k.flops)
+    assert kernel_ms(product, device, "fp32") == pytest.approx(product.flops / 51e12 * 1e3)
+    assert kernel_ms(product, device, "tf32") == pytest.approx(product.flops / 390e12 * 1e3)
+    other = max((k for k in step.kernels if not k.flops), key=lambda k: k.nbytes)
+    assert kernel_ms(other, device, "fp32") == pytest.approx(other.nbytes / 4273e9 * 1e3)
+    slow, fast = throughput(config, step, device, launch_us=1000.0), throughput(config, step, device, launch_us=0.0)
+    assert slow["forward"] == slow["forward.kernels"] == len([k for k in step.kernels if k.phase == "forward"])
+    assert fast["forward"] == pytest.approx(fast["forward.matmul"] + fast["forward.elementwise"])
+    tokens = 10**9
+    table = throughput(config, step, device, tokens=tokens, dollars_per_hour=3.0, gpus=2)
+    assert table["days"] * 86400 * table["tokens_per_second"] == pytest.approx(tokens)
+    assert table["cost"] == pytest.approx(table["days"] * 24 * 2 * 3.0)
+    useful = 4 * 256 * (6 * parameters(config)["matrix"] + 12 * 12 * 768 * 256)
+    assert table["mfu"] == pytest.approx(useful / (table["step"] / 1e3) / 51e12)
+
+
+def test_adamw_moves_eighty_bytes_a_parameter() -> None:
+    config = size("small").resolve()
+    step = trace(config, Setting(1, 16))
+    moved = sum(k.nbytes for k in step.kernels if k.phase == "optimizer")
+    assert moved == 80 * parameters(config)["total"]
+
+
+def test_largest_batch_fits_and_the_next_does_not() -> None:
+    config = size("stories-17m").resolve()
+    batch = max_batch(config, Setting(), 4.0, reserve_gib=0.5)
+    peaks = [trace(config, Setting(b)).phases["backward"].peak for b in (batch, batch + 1)]
+    assert peaks[0] <= 3.5 * 2**30 < peaks[1]
+    assert max_batch(config, Setting(), 0.3, reserve_gib=0.2) == 0
+
+
+def test_every_gpu_says_where_its_figures_come_from() -> None:
+    for device in GPUS.values():
+        assert device.source
+        assert device.bf16_tflops >= device.tf32_tflops >= device.fp32_tflops > 0
+        assert device.memory_gib < device.memory_gb * 1e9 / 2**30 * 1.08
