@@ -17,6 +17,8 @@ import os
 import shlex
 import shutil
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -68,11 +70,10 @@ def quickstart(job: Quickstart) -> bool:
     start = time.monotonic()
     if not job.budget_seconds > 0:
         raise UserError(f"--budget-seconds is {job.budget_seconds:g}; it must be positive")
-    source, inputs = _inputs(job)
-    _claim(job, inputs)
-    if source is None:
-        source = _embedded_corpus(job.out)
-    tokens = _tokens(job, _tokenizer(job, source), source)
+    corpus, inputs = _inputs(job)
+    with _claimed(job, inputs):
+        source = corpus or _embedded_corpus(job.out)
+        tokens = _tokens(job, _tokenizer(job, source), source)
     finished = _train(job, tokens, start)
     if not finished:
         print("\nsaved; the same command goes on from here")
@@ -86,6 +87,9 @@ def quickstart(job: Quickstart) -> bool:
 
 def _inputs(job: Quickstart) -> tuple[Path | None, dict]:
     """The corpus (None: embedded) and what must be the same for an earlier quickstart to be gone on with."""
+    from groundup.tokenizer.training import merges_wanted
+
+    merges_wanted(job.vocab_size, ["<|endoftext|>"])  # refuses a vocabulary that is too small
     inputs: dict = {"vocab_size": job.vocab_size, "corpus": "the standard library's source"}
     if job.corpus is not None:
         from groundup.data.corpus import find_sources
@@ -93,6 +97,19 @@ def _inputs(job: Quickstart) -> tuple[Path | None, dict]:
         (found,) = find_sources([job.corpus])
         inputs |= {"corpus": str(job.corpus.resolve()), "files": len(found.files), "bytes": found.bytes}
     return job.corpus, inputs
+
+
+@contextmanager
+def _claimed(job: Quickstart, inputs: dict) -> Generator[None]:
+    """Claim `out`; give it back if it was free and the text turns out to be of no use."""
+    new = not job.out.exists()
+    _claim(job, inputs)
+    try:
+        yield
+    except UserError:
+        if new:
+            shutil.rmtree(job.out)
+        raise
 
 
 def _claim(job: Quickstart, inputs: dict) -> None:
@@ -230,8 +247,8 @@ def corpus_prompts(data: "TokenData") -> list[str]:
     for place in places:
         ids = [i for i in data.valid[place : place + 32].tolist() if i != tokenizer.eot_id]
         words = tokenizer.decode(ids).split()
-        # The first word of an inner place, and the last one, may be cut.
-        words = words[0 if many or place == 0 else 1 : -1] or words
+        # The first word of a place inside a document, and any last one, may be cut.
+        words = words[0 if many else 1 : -1] or words
         prompts.append(" ".join(words[:3])[:40])
     return prompts
 

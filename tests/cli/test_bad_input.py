@@ -74,6 +74,7 @@ CASES = [
     ("quickstart --out tok", ["tok", "something else"]),
     ("quickstart --corpus missing.txt --out new", ["missing.txt"]),
     ("quickstart --corpus empty.txt --out new", ["empty.txt", "empty"]),
+    ("quickstart --corpus bad.txt --out new", ["bad.txt", "invalid UTF-8 at byte 4"]),
 ]
 
 

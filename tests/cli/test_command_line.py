@@ -75,6 +75,7 @@ def test_every_command_has_help_from_its_docstrings(command: str, capsys: pytest
         ("evaluate --json", ["missing: RUN"]),
         ("evaluate no/such/run", ["no/such/run"]),
         ("quickstart --budget-seconds 0", ["--budget-seconds is 0"]),
+        ("quickstart --vocab-size 256", ["256", "at least 257"]),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(
