@@ -95,17 +95,13 @@ class StepRows:
         self._write = write
         self._tokens_per_step = tokens_per_step
         self._late = device.type == "cuda"
-        self._pending: tuple[int, float, Tensor, torch.cuda.Event | None] | None = None
-        self._lap = time.perf_counter()
+        self._pending: tuple[int, float, Tensor, float | torch.cuda.Event] | None = None
+        self._lap = self._now()
 
     def put(self, step: int, lr: float, loss: Tensor, grad_norm: Tensor) -> None:
         """Take the scalars of step `step`; write the row of the step before."""
         values = torch.stack([loss, grad_norm.to(loss)]).double().to("cpu", non_blocking=True)
-        event = None
-        if self._late:
-            event = torch.cuda.Event()
-            event.record()
-        previous, self._pending = self._pending, (step, lr, values, event)
+        previous, self._pending = self._pending, (step, lr, values, self._now())
         if previous is not None:
             self._finish(previous)
         if not self._late:
@@ -119,20 +115,35 @@ class StepRows:
 
     def restart_clock(self) -> None:
         """Do not count the time since the last row (a save, an evaluation) as training."""
-        self._lap = time.perf_counter()
+        self._lap = self._now()
 
-    def _finish(self, pending: tuple[int, float, Tensor, torch.cuda.Event | None]) -> None:
-        step, lr, values, event = pending
-        if event is not None:
-            event.synchronize()
+    def _now(self) -> float | torch.cuda.Event:
+        """A point in time; on a GPU a point in its queue, as the host runs ahead and reads the rows in bursts."""
+        if not self._late:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, end: float | torch.cuda.Event) -> float:
+        """From the last lap to `end`, which becomes the lap; waits until the GPU has got there."""
+        start, self._lap = self._lap, end
+        if isinstance(end, torch.cuda.Event) and isinstance(start, torch.cuda.Event):
+            end.synchronize()
+            return start.elapsed_time(end) / 1e3
+        assert isinstance(end, float)
+        assert isinstance(start, float)
+        return end - start
+
+    def _finish(self, pending: tuple[int, float, Tensor, float | torch.cuda.Event]) -> None:
+        step, lr, values, end = pending
+        seconds = self._seconds(end)
         loss, grad_norm = values.tolist()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise UserError(
                 f"step {step}: the loss is {loss} and the gradient norm {grad_norm}; the run stopped and its last "
                 f"checkpoint is kept: try a lower optim.lr, more optim.warmup_steps or a smaller optim.grad_clip"
             )
-        now = time.perf_counter()
-        seconds, self._lap = now - self._lap, now
         self._write(
             {
                 "step": step,
