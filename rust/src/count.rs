@@ -8,7 +8,7 @@ use std::fs::File;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
-use crate::scan::{for_each_piece, is_safe_cut};
+use crate::scan::{for_each_batch, is_safe_cut};
 use crate::specials::Specials;
 use crate::words::WordTable;
 
@@ -58,7 +58,7 @@ impl Counted {
         specials.split(
             text,
             &mut self.words,
-            |words, segment| for_each_piece(segment, |start, end| words.add(segment, start, end, 1)),
+            |words, segment| for_each_batch(segment, |bounds| words.add_batch(segment, bounds)),
             |_, _| {},
         );
     }

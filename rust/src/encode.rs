@@ -6,12 +6,12 @@
 //! within a few cache lines); longer ones with a heap, O(n log n); very long ones rank by rank, O(n). Nothing recurses.
 
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BinaryHeap, HashMap};
 
 use crate::pairs::PairTable;
-use crate::scan::{for_each_piece, is_safe_cut};
+use crate::scan::{for_each_batch, is_safe_cut, MOST};
 use crate::specials::Specials;
-use crate::words::{hash, pack, PACKED};
+use crate::words::{hash, pack, prefetch, PACKED};
 
 /// Longest piece, in bytes, that is merged by plain scanning.
 const SMALL: usize = 48;
@@ -37,23 +37,63 @@ pub struct Model {
     special_ids: Vec<u32>,
 }
 
-/// Where ids go: 16 or 32 bits wide.
-pub trait Sink {
-    fn put(&mut self, id: u32);
+/// A number that holds ids: u16 (for vocabularies of at most 65,536 tokens) or u32.
+pub trait Width: Copy + Default {
+    fn of(id: u32) -> Self;
 }
 
-impl Sink for Vec<u32> {
+impl Width for u16 {
     #[inline]
-    fn put(&mut self, id: u32) {
-        self.push(id);
+    fn of(id: u32) -> u16 {
+        id as u16
     }
 }
 
-/// Only for vocabularies of at most 65,536 tokens.
-impl Sink for Vec<u16> {
+impl Width for u32 {
     #[inline]
-    fn put(&mut self, id: u32) {
-        self.push(id as u16);
+    fn of(id: u32) -> u32 {
+        id
+    }
+}
+
+/// A growing list of ids, into which four are written at once whether four are there or not.
+#[derive(Default)]
+pub struct Ids<T> {
+    space: Vec<T>,
+    length: usize,
+}
+
+impl<T: Width> Ids<T> {
+    /// Room for the ids of a text of `bytes` bytes, by experience.
+    pub fn for_text(bytes: usize) -> Self {
+        Ids { space: vec![T::default(); bytes / 4 + 16], length: 0 }
+    }
+
+    pub fn into_vec(mut self) -> Vec<T> {
+        self.space.truncate(self.length);
+        self.space
+    }
+
+    /// Makes room for `more` ids and the three that `put` may write beyond them.
+    #[inline]
+    fn reserve(&mut self, more: usize) {
+        if self.space.len() < self.length + more + INLINE {
+            self.space.resize((self.length + more + INLINE).max(self.space.len() * 3 / 2), T::default());
+        }
+    }
+
+    /// Appends the first `count` of `ids`. There must be room.
+    #[inline]
+    fn put(&mut self, ids: [u32; INLINE], count: usize) {
+        self.space[self.length..self.length + INLINE].copy_from_slice(&ids.map(T::of));
+        self.length += count;
+    }
+
+    fn extend(&mut self, ids: &[u32]) {
+        self.reserve(ids.len());
+        for &id in ids {
+            self.put([id; INLINE], 1);
+        }
     }
 }
 
@@ -76,6 +116,9 @@ impl Model {
         }
         if let Some(byte) = byte_ids.iter().position(|&id| id == u32::MAX) {
             return Err(format!("the vocabulary has no token for the byte 0x{byte:02x}"));
+        }
+        if tokens.len() > COUNT as usize >> 2 {
+            return Err(format!("{} tokens are too many", tokens.len()));
         }
         let mut starts = vec![0];
         let mut bytes = Vec::new();
@@ -117,42 +160,59 @@ impl Model {
     }
 
     /// Appends the ids of a text to `out`. Without `specials`, special tokens count as ordinary text.
-    pub fn encode<S: Sink>(&self, text: &[u8], specials: bool, cache: &mut Cache, out: &mut S) {
+    pub fn encode<T: Width>(&self, text: &[u8], specials: bool, cache: &mut Cache, out: &mut Ids<T>) {
         if !specials {
-            self.encode_segment(text, cache, out);
+            for_each_batch(text, |bounds| self.encode_batch(text, bounds, cache, out));
             return;
         }
         self.specials.split(
             text,
             &mut (cache, out),
-            |(cache, out), segment| self.encode_segment(segment, cache, *out),
-            |(_, out), index| out.put(self.special_ids[index]),
+            |(cache, out), segment| for_each_batch(segment, |bounds| self.encode_batch(segment, bounds, cache, out)),
+            |(_, out), index| out.extend(&[self.special_ids[index]]),
         );
     }
 
-    fn encode_segment<S: Sink>(&self, text: &[u8], cache: &mut Cache, out: &mut S) {
-        for_each_piece(text, |start, end| {
-            if end - start > PACKED {
-                self.encode_piece(&text[start..end], &mut cache.work);
-                cache.work.ids.iter().for_each(|&id| out.put(id));
-                return;
+    /// The pieces of a batch. Their cache entries are fetched together, so that the waits for memory overlap.
+    fn encode_batch<T: Width>(&self, text: &[u8], bounds: &[usize], cache: &mut Cache, out: &mut Ids<T>) {
+        let mut keys = [0; MOST];
+        for (key, piece) in keys.iter_mut().zip(bounds.windows(2)) {
+            if piece[1] - piece[0] <= PACKED {
+                *key = pack(text, piece[0], piece[1]);
+                prefetch(&cache.entries, cache.home(*key));
             }
-            let key = pack(text, start, end);
-            let place = hash(key) as usize & (cache.entries.len() - 1);
-            let entry = &cache.entries[place];
-            if entry.key == key {
-                entry.ids[..entry.count as usize].iter().for_each(|&id| out.put(id));
-                return;
+        }
+        out.reserve(bounds[bounds.len() - 1] - bounds[0]);
+        for (&key, piece) in keys.iter().zip(bounds.windows(2)) {
+            if key == 0 {
+                self.encode_wide_piece(&text[piece[0]..piece[1]], cache, out);
+                continue;
             }
-            self.encode_piece(&text[start..end], &mut cache.work);
-            let ids = &cache.work.ids;
-            ids.iter().for_each(|&id| out.put(id));
-            if ids.len() <= INLINE {
-                let mut inline = [0; INLINE];
-                inline[..ids.len()].copy_from_slice(ids);
-                cache.entries[place] = Entry { key, ids: inline, count: ids.len() as u32 };
+            if let Some((ids, count)) = cache.get(key) {
+                out.put(ids, count);
+                continue;
             }
-        });
+            self.encode_piece(&text[piece[0]..piece[1]], &mut cache.work);
+            cache.work.ids.iter().for_each(|&id| out.put([id; INLINE], 1));
+            cache.remember(key);
+        }
+    }
+
+    /// A piece of more than `PACKED` bytes.
+    fn encode_wide_piece<T: Width>(&self, piece: &[u8], cache: &mut Cache, out: &mut Ids<T>) {
+        if piece.len() > WIDE {
+            self.encode_piece(piece, &mut cache.work);
+            cache.work.ids.iter().for_each(|&id| out.put([id; INLINE], 1));
+        } else if let Some(ids) = cache.wide.get(piece) {
+            ids.iter().for_each(|&id| out.put([id; INLINE], 1));
+        } else {
+            self.encode_piece(piece, &mut cache.work);
+            cache.work.ids.iter().for_each(|&id| out.put([id; INLINE], 1));
+            if cache.wide.len() >= WIDE_ENTRIES {
+                cache.wide.clear();
+            }
+            cache.wide.insert(piece.into(), cache.work.ids.as_slice().into());
+        }
     }
 
     /// Leaves the ids of one piece in `work.ids`.
@@ -335,15 +395,19 @@ fn is_ordered(size: usize, merges: &[(u32, u32, u32)]) -> bool {
 }
 
 /// Ids that a cache entry holds.
-const INLINE: usize = 3;
-/// Entries of a cache (2 MB).
-const ENTRIES: usize = 1 << 16;
+const INLINE: usize = 4;
+/// Entries for short pieces (8 MB; pages that are never touched cost nothing).
+const ENTRIES: usize = 1 << 18;
+/// Longest piece, in bytes, and number of pieces in the cache for longer ones (2 MB at most, as a rule far less).
+const WIDE: usize = 96;
+const WIDE_ENTRIES: usize = 1 << 13;
 
+/// A piece and its ids, with their number less one in the two highest bits of the first.
 #[derive(Clone, Copy, Default)]
+#[repr(align(32))]
 struct Entry {
-    key: u128,
+    key: [u64; 2],
     ids: [u32; INLINE],
-    count: u32,
 }
 
 #[derive(Default)]
@@ -353,17 +417,52 @@ struct Work {
     heap: BinaryHeap<Reverse<u64>>,
 }
 
-/// What one thread needs for encoding: remembered pieces (direct-mapped, fixed in size) and work space.
+/// What one thread needs for encoding: remembered pieces (fixed in number) and work space.
+///
+/// Short pieces lie in sets of two entries, one cache line; a new piece takes the first place and the first the second.
 pub struct Cache {
     entries: Vec<Entry>,
+    wide: HashMap<Box<[u8]>, Box<[u32]>>,
     work: Work,
 }
 
 impl Default for Cache {
     fn default() -> Self {
-        Cache { entries: vec![Entry::default(); ENTRIES], work: Work::default() }
+        Cache { entries: vec![Entry::default(); ENTRIES], wide: HashMap::new(), work: Work::default() }
     }
 }
+
+impl Cache {
+    /// First entry of the key's set.
+    #[inline]
+    fn home(&self, key: u128) -> usize {
+        hash(key) as usize & (self.entries.len() - 2)
+    }
+
+    #[inline]
+    fn get(&self, key: u128) -> Option<([u32; INLINE], usize)> {
+        let home = self.home(key);
+        let key = [key as u64, (key >> 64) as u64];
+        let entry = self.entries[home..home + 2].iter().find(|entry| entry.key == key)?;
+        let [first, rest @ ..] = entry.ids;
+        Some(([first & !COUNT, rest[0], rest[1], rest[2]], 1 + (first >> 30) as usize))
+    }
+
+    /// Notes the ids in `work` for the key, if they are few enough.
+    fn remember(&mut self, key: u128) {
+        if self.work.ids.len() <= INLINE {
+            let mut ids = [0; INLINE];
+            ids[..self.work.ids.len()].copy_from_slice(&self.work.ids);
+            ids[0] |= (self.work.ids.len() as u32 - 1) << 30;
+            let home = self.home(key);
+            self.entries[home + 1] = self.entries[home];
+            self.entries[home] = Entry { key: [key as u64, (key >> 64) as u64], ids };
+        }
+    }
+}
+
+/// Where an entry keeps the number of its ids.
+const COUNT: u32 = 3 << 30;
 
 /// A text that arrives in parts. The ids do not depend on where it is cut: what could still change waits.
 #[derive(Default)]
@@ -375,7 +474,7 @@ pub struct Stream {
 
 impl Stream {
     /// Takes a part and appends the ids that are certain by now.
-    pub fn feed<S: Sink>(&mut self, model: &Model, part: &[u8], cache: &mut Cache, out: &mut S) {
+    pub fn feed<T: Width>(&mut self, model: &Model, part: &[u8], cache: &mut Cache, out: &mut Ids<T>) {
         self.pending.extend_from_slice(part);
         if self.pending.len() < self.patience {
             return;
@@ -394,7 +493,7 @@ impl Stream {
     }
 
     /// The rest of the ids.
-    pub fn finish<S: Sink>(&mut self, model: &Model, cache: &mut Cache, out: &mut S) {
+    pub fn finish<T: Width>(&mut self, model: &Model, cache: &mut Cache, out: &mut Ids<T>) {
         model.encode(&self.pending, true, cache, out);
         *self = Stream::default();
     }
@@ -477,16 +576,17 @@ mod tests {
         let (model, mut state, mut cache) = (model(), 5, Cache::default());
         for _ in 0..60 {
             let text = random_text(&mut state, 40);
-            let mut whole: Vec<u32> = Vec::new();
+            let mut whole = Ids::<u32>::default();
             model.encode(&text, true, &mut cache, &mut whole);
+            let whole = whole.into_vec();
             let mut back = Vec::new();
             model.decode(whole.iter().map(|&id| id as u64), &mut back).unwrap();
             assert_eq!(back, text);
             for size in 1..text.len() {
-                let (mut stream, mut ids) = (Stream::default(), Vec::<u32>::new());
+                let (mut stream, mut ids) = (Stream::default(), Ids::<u32>::default());
                 text.chunks(size).for_each(|part| stream.feed(&model, part, &mut cache, &mut ids));
                 stream.finish(&model, &mut cache, &mut ids);
-                assert_eq!(ids, whole, "{:?} in parts of {size}", String::from_utf8_lossy(&text));
+                assert_eq!(ids.into_vec(), whole, "{:?} in parts of {size}", String::from_utf8_lossy(&text));
             }
         }
     }

@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes, PyList, PyString};
 
 use crate::count::{count_files, on_threads, CountError, Counted, OnIllFormed};
-use crate::encode::{Cache, Model, Stream};
+use crate::encode::{Cache, Ids, Model, Stream, Width};
 use crate::specials::Specials;
 use crate::train::{TrainError, Trainer};
 
@@ -191,13 +191,19 @@ impl Encoder {
         result
     }
 
-    fn encode_text(&self, text: &[u8], specials: bool) -> Vec<u32> {
+    fn encode_text<T: Width>(&self, text: &[u8], specials: bool) -> Vec<T> {
         self.with_cache(|cache| {
-            let mut ids = Vec::new();
+            let mut ids = Ids::for_text(text.len());
             self.model.encode(text, specials, cache, &mut ids);
-            ids
+            ids.into_vec()
         })
     }
+}
+
+/// The bytes of ids, in the machine's order.
+fn bytes_of<T: Width>(ids: &[T]) -> &[u8] {
+    // SAFETY: u16 and u32 (the only widths) have no padding, any byte is a valid u8, and the slice keeps its borrow.
+    unsafe { std::slice::from_raw_parts(ids.as_ptr().cast(), std::mem::size_of_val(ids)) }
 }
 
 /// Texts of less than this many bytes in all are not worth a second thread.
@@ -218,7 +224,8 @@ impl Encoder {
 
     fn encode<'py>(&self, py: Python<'py>, text: &Bound<'py, PyAny>, specials: bool) -> PyResult<Bound<'py, PyList>> {
         let text = text_of(text)?;
-        PyList::new(py, py.detach(|| self.encode_text(text, specials)))
+        let ids: Vec<u32> = py.detach(|| self.encode_text(text, specials));
+        PyList::new(py, ids)
     }
 
     /// The ids as native-endian unsigned integers of 2 (`wide` false) or 4 bytes.
@@ -230,20 +237,12 @@ impl Encoder {
         wide: bool,
     ) -> PyResult<Bound<'py, PyByteArray>> {
         let text = text_of(text)?;
-        let bytes = py.detach(|| {
-            self.with_cache(|cache| {
-                if wide {
-                    let mut ids: Vec<u32> = Vec::with_capacity(text.len() / 3);
-                    self.model.encode(text, specials, cache, &mut ids);
-                    ids.iter().flat_map(|id| id.to_ne_bytes()).collect::<Vec<u8>>()
-                } else {
-                    let mut ids: Vec<u16> = Vec::with_capacity(text.len() / 3);
-                    self.model.encode(text, specials, cache, &mut ids);
-                    ids.iter().flat_map(|id| id.to_ne_bytes()).collect()
-                }
-            })
-        });
-        Ok(PyByteArray::new(py, &bytes))
+        if wide {
+            let ids: Vec<u32> = py.detach(|| self.encode_text(text, specials));
+            return Ok(PyByteArray::new(py, bytes_of(&ids)));
+        }
+        let ids: Vec<u16> = py.detach(|| self.encode_text(text, specials));
+        Ok(PyByteArray::new(py, bytes_of(&ids)))
     }
 
     fn encode_batch<'py>(
@@ -264,9 +263,9 @@ impl Encoder {
                     loop {
                         let index = next.fetch_add(1, Ordering::Relaxed);
                         let Some(view) = views.get(index) else { return done };
-                        let mut ids: Vec<u32> = Vec::new();
+                        let mut ids = Ids::<u32>::for_text(view.len());
                         self.model.encode(view, specials, cache, &mut ids);
-                        done.push((index, ids));
+                        done.push((index, ids.into_vec()));
                     }
                 })
             })
@@ -304,16 +303,16 @@ struct EncoderStream {
 impl EncoderStream {
     fn feed<'py>(&mut self, py: Python<'py>, part: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
         let (part, encoder, stream) = (text_of(part)?, self.encoder.get(), &mut self.stream);
-        let mut ids: Vec<u32> = Vec::new();
+        let mut ids = Ids::<u32>::default();
         py.detach(|| encoder.with_cache(|cache| stream.feed(&encoder.model, part, cache, &mut ids)));
-        PyList::new(py, ids)
+        PyList::new(py, ids.into_vec())
     }
 
     fn finish<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let (encoder, stream) = (self.encoder.get(), &mut self.stream);
-        let mut ids: Vec<u32> = Vec::new();
+        let mut ids = Ids::<u32>::default();
         py.detach(|| encoder.with_cache(|cache| stream.finish(&encoder.model, cache, &mut ids)));
-        PyList::new(py, ids)
+        PyList::new(py, ids.into_vec())
     }
 }
 

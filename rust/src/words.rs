@@ -3,6 +3,7 @@
 //! Most pre-tokens are at most 15 bytes long. Such a word *is* its key: 15 bytes and the length in a u128, so that
 //! comparing and hashing are a few instructions and no string is stored anywhere. Longer words go to a side table.
 
+use crate::scan::MOST;
 use std::collections::HashMap;
 
 /// Bytes of a word that fits into a key.
@@ -36,6 +37,19 @@ pub fn hash(key: u128) -> u64 {
     let (low, high) = (key as u64, (key >> 64) as u64);
     let product = (low ^ 0x9E37_79B9_7F4A_7C15) as u128 * (high ^ 0xD1B5_4A32_D192_ED03) as u128;
     (product as u64) ^ (product >> 64) as u64
+}
+
+/// Asks for the cache line of an entry that is needed soon.
+#[inline]
+pub fn prefetch<T>(table: &[T], index: usize) {
+    #[cfg(target_arch = "x86_64")]
+    if let Some(entry) = table.get(index) {
+        use core::arch::x86_64::{_mm_prefetch, _MM_HINT_T0};
+        // SAFETY: a hint with no effect on memory; the address is that of a live reference.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(entry).cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (table, index);
 }
 
 #[derive(Clone, Copy, Default)]
@@ -77,6 +91,24 @@ impl WordTable {
             *old += count;
         } else {
             self.long.insert(text[start..end].into(), count);
+        }
+    }
+
+    /// Adds 1 to every word of a batch (see `scan::for_each_batch`). Its slots are fetched together, so that the waits for
+    /// memory overlap: the table is larger than the caches.
+    pub fn add_batch(&mut self, text: &[u8], bounds: &[usize]) {
+        let mut keys = [0; MOST];
+        for (key, piece) in keys.iter_mut().zip(bounds.windows(2)) {
+            if piece[1] - piece[0] <= PACKED {
+                *key = pack(text, piece[0], piece[1]);
+                prefetch(&self.slots, hash(*key) as usize & (self.slots.len() - 1));
+            }
+        }
+        for (&key, piece) in keys.iter().zip(bounds.windows(2)) {
+            match key {
+                0 => self.add(text, piece[0], piece[1], 1),
+                _ => self.add_key(key, 1),
+            }
         }
     }
 
