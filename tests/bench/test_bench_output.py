@@ -208,6 +208,8 @@ def test_help_lists_everything(capsys):
         (["stepp"], 'did you mean "step"'),
         (["diff", "a.json", "b.json"], "no such result file"),
         (["table"], "RESULTS"),
+        ([*STEP, "--time-limit", "0"], "--time-limit is 0"),
+        ([*STEP, "--deadline-seconds", "-1"], "--deadline-seconds is -1"),
         (["step", "--plot", "x.jpg", "--device", "cpu"], "--plot x.jpg"),
     ],
 )

@@ -19,7 +19,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from groundup.bench.benchmark import Benchmark, SweepOptions
+from groundup.bench.benchmark import Benchmark, SweepOptions, at_least
 from groundup.bench.cells import Cell, Parameters, make_cell, read_cell, write_cell
 from groundup.errors import UserError
 
@@ -48,6 +48,8 @@ def resolve_device(name: str) -> str:
 
 def sweep(benchmark: Benchmark, options: SweepOptions, progress: Progress | None = None) -> tuple[list[Cell], int]:
     """Measure what is missing; return every cell the options ask for that exists, and how many do not (deadline)."""
+    at_least(options.time_limit, "--time-limit", 1)
+    at_least(options.deadline_seconds, "--deadline-seconds", 0)
     wanted = _distinct(benchmark.cells(options))
     directory = directory_of(benchmark, options)
     found: dict[str, Cell] = {}

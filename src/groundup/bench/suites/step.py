@@ -37,7 +37,7 @@ class Options(SweepOptions):
     """
 
     size: str = "small"
-    """Named sizes (groundup account lists them)."""
+    """Named sizes, e.g. small,medium,large,xl,2.7b; a wrong name lists them all."""
     config: str = ""
     """TOML file of a run whose [model] is measured instead of the named sizes."""
     context: str = "128,256,512"
