@@ -1,0 +1,189 @@
+"""Output head and cross entropy in one operator that never holds all logits.
+
+Tokens are taken in chunks. A chunk's logits X Wᵀ become, in place, their own gradient softmax - onehot, which is used at
+once: dX = dlogits · W and dW += dlogitsᵀ · X. So the gradients are made in the forward pass and the backward only scales
+them. Cost: 6·N·V·D FLOPs, as without chunks, plus three passes over the logits; memory beyond both gradients: one chunk of
+logits, and dW in float32 while it is summed (over chunks a bf16 sum loses what is smaller than 1/256 of it).
+
+Rejected: recomputing the logits in the backward (8·N·V·D FLOPs), skipping small gradients (Wijmans et al. 2024; faster,
+not exact), reading the number of valid tokens on the host (a synchronisation a step).
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from groundup.errors import UserError
+from groundup.kernels.attention import autocast
+from groundup.kernels.backend import choose, on_device_of
+from groundup.kernels.flash_torch import at_least_float32
+
+IGNORE = -100
+"""A target with this value counts neither in the loss nor in the number of valid tokens."""
+CHUNK_BYTES = 100 << 20
+"""Logits held at once; at least 3/16 of dW in float32, so that adding to dW stays cheap beside computing the chunk."""
+
+
+def linear_cross_entropy(
+    x: Float[Tensor, "... d_model"],
+    weight: Float[Tensor, "vocab d_model"],
+    targets: Int[Tensor, "..."],
+    n_valid: Tensor | float | None = None,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+    backend: str = "auto",
+) -> Float[Tensor, ""]:
+    """Σ (-log softmax(x Wᵀ)[target] + z_loss · logsumexp²) / n_valid, float32.
+
+    n_valid None: the number of targets that are not -100, at least 1; given, the count over the whole global batch.
+    `softcap`: logits become softcap · tanh(logit / softcap), 0 for none. `backend`: auto, triton or torch. All targets
+    ignored: loss 0 and zero gradients. Raises UserError when shapes do not fit.
+    """
+    if x.shape[:-1] != targets.shape or weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
+        shapes = f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}"
+        raise UserError(f"linear_cross_entropy: {shapes} do not fit together")
+    (x,) = autocast(x)
+    flat, labels = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    count = (labels != IGNORE).sum().clamp(min=1) if n_valid is None else torch.as_tensor(n_valid, device=x.device)
+    grads = torch.is_grad_enabled()
+    flags = (grads and x.requires_grad, grads and weight.requires_grad, choose(backend, x) == "triton")
+    return forward_op(flat, weight, labels, count.float(), z_loss, softcap, *flags)[0]
+
+
+def chunk_rows(n_tokens: int, vocab: int, width: int, item: int) -> int:
+    """Tokens in a chunk: a multiple of 128 whose logits fit the budget."""
+    budget = max(CHUNK_BYTES, vocab * width * 4 * 3 // 16)
+    return min(n_tokens, max(128, budget // (vocab * item) // 128 * 128))
+
+
+def losses_and_gradients(
+    logits: Float[Tensor, "rows vocab"], targets: Int[Tensor, "rows"], z_loss: float, softcap: float
+) -> tuple[Float[Tensor, "rows"], Float[Tensor, "rows vocab"]]:
+    """Loss of each row, and d loss / d logits, in float32 at least: the plain truth of the Triton kernel."""
+    wide = at_least_float32(logits)
+    if softcap:
+        wide = softcap * torch.tanh(wide / softcap)
+    valid = (targets != IGNORE).to(wide.dtype)
+    index = targets.clamp(min=0)[:, None]
+    lse = torch.logsumexp(wide, -1)
+    losses = (lse - wide.gather(1, index).squeeze(1) + z_loss * lse * lse) * valid
+    gradient = torch.softmax(wide, -1) * (1 + 2 * z_loss * lse)[:, None]
+    # The 1 is taken off before rounding: in bf16, p - 1 of a p that was rounded first loses small gradients.
+    gradient.scatter_add_(1, index, torch.full_like(index, -1, dtype=wide.dtype))
+    if softcap:
+        gradient = gradient * (1 - (wide / softcap).square())
+    return losses, gradient * valid[:, None]
+
+
+def rows_in_place(logits: Tensor, targets: Tensor, losses: Tensor, z_loss: float, softcap: float, grads: bool) -> None:
+    """Write each row's loss into `losses` and, with `grads`, its gradient over `logits`, in one Triton launch."""
+    from groundup.kernels.linear_cross_entropy_triton import loss_kernel
+
+    rows, vocab = logits.shape
+    block = min(4096, max(16, 1 << (vocab - 1).bit_length()))
+    with on_device_of(logits):
+        loss_kernel[(rows,)](
+            logits, targets, losses, z_loss, softcap, vocab,
+            BLOCK=block, SOFTCAP=softcap > 0, GRADS=grads, num_warps=8,
+        )  # fmt: skip
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += aᵀ b with `total` in float32 at least and a, b as they are."""
+    if total.dtype == a.dtype:
+        total.addmm_(a.T, b)
+    elif total.is_cuda:
+        torch.addmm(total, a.T, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.T.to(total.dtype), b.to(total.dtype))
+
+
+def narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:
+    """`wide` (rows, columns) in a type of half the size, within its own memory: a second buffer would be the peak.
+
+    Blocks of rows are converted in order; the narrow rows are written behind the wide ones still to be read.
+    """
+    if wide.dtype == dtype or wide.numel() == 0:
+        return wide.to(dtype)
+    if wide.element_size() != 2 * dtype.itemsize or wide.numel() < 1 << 20:
+        return wide.to(dtype)
+    narrow = wide.view(dtype).flatten()[: wide.numel()].view(wide.shape)
+    step = max(1, -(-wide.shape[0] // 16))
+    for first in range(0, wide.shape[0], step):
+        rows = slice(first, first + step)
+        narrow[rows] = wide[rows].to(dtype)
+    return narrow
+
+
+@torch.library.custom_op("groundup::linear_cross_entropy", mutates_args=())
+def forward_op(
+    x: Tensor, weight: Tensor, targets: Tensor, n_valid: Tensor, z_loss: float, softcap: float,
+    need_x: bool, need_weight: bool, triton: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss, dX, dW): the gradients of Σ losses / n_valid, in the types of x and weight; empty where not needed."""
+    (n_tokens, width), vocab = x.shape, weight.shape[0]
+    head = weight.to(x.dtype)
+    losses = at_least_float32(x).new_zeros(n_tokens)
+    d_x = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else x.new_empty(0)
+    d_weight = losses.new_zeros(vocab, width) if need_weight else losses.new_empty(0)
+    rows = chunk_rows(max(1, n_tokens), vocab, width, x.element_size())
+    for first in range(0, n_tokens, rows):
+        chunk = slice(first, first + rows)
+        logits = x[chunk] @ head.T
+        if triton:
+            rows_in_place(logits, targets[chunk], losses[chunk], z_loss, softcap, need_x or need_weight)
+        else:
+            losses[chunk], gradient = losses_and_gradients(logits, targets[chunk], z_loss, softcap)
+            logits = gradient.to(x.dtype)
+        if need_x:
+            torch.mm(logits, head, out=d_x[chunk])
+        if need_weight:
+            add_product(d_weight, logits, x[chunk])
+        del logits
+    # Both sums are divided here, dW while it is still wide.
+    d_x.div_(n_valid)
+    d_weight.div_(n_valid)
+    return losses.sum() / n_valid, d_x, narrowed(d_weight, weight.dtype) if need_weight else weight.new_empty(0)
+
+
+@forward_op.register_fake
+def _(
+    x: Tensor, weight: Tensor, targets: Tensor, n_valid: Tensor, z_loss: float, softcap: float,
+    need_x: bool, need_weight: bool, triton: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    loss = at_least_float32(x).new_empty(())
+    d_x = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else x.new_empty(0)
+    d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight else weight.new_empty(0)
+    return loss, d_x, d_weight
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    loss, d_x, d_weight = output
+    ctx.save_for_backward(d_x, d_weight, torch.ones_like(loss))
+    ctx.needs = inputs[6:8]
+    ctx.mark_non_differentiable(d_x, d_weight)
+
+
+def _differentiate(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    """Scale the saved gradients in place: at the size of a vocabulary a second copy would be the peak of the step.
+
+    `scale` remembers what they were last scaled by, so a second backward over a retained graph is right as well.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError("linear_cross_entropy has no second derivative; compute the logits for that")
+    d_x, d_weight, scale = ctx.saved_tensors
+    if type(d_x) is not Tensor:
+        # Being traced: a graph has no in-place steps, and its compiler reuses dead memory by itself.
+        return d_x * d_loss if ctx.needs[0] else None, d_weight * d_loss if ctx.needs[1] else None, *(None,) * 7
+    factor = d_loss / scale
+    # Nothing that autograd should call modified: the next backward accounts for it through `scale`.
+    with torch.autograd._unsafe_preserve_version_counter((d_x, d_weight, scale)):
+        d_x.mul_(factor)
+        d_weight.mul_(factor)
+        scale.copy_(d_loss)
+    return d_x if ctx.needs[0] else None, d_weight if ctx.needs[1] else None, *(None,) * 7
+
+
+forward_op.register_autograd(_differentiate, setup_context=_save)
