@@ -1,0 +1,22 @@
+"""Fast paths under the model, each beside its plain reference and behind one function with a `backend` argument.
+
+Importing this package does not import Triton; a kernel's first launch does.
+"""
+
+from groundup.kernels.attention import attention
+from groundup.kernels.documents import document_ids
+from groundup.kernels.flash_torch import FlashAttention
+from groundup.kernels.flash_triton import FlashAttentionTriton
+from groundup.kernels.linear_cross_entropy import linear_cross_entropy
+from groundup.kernels.rms_norm import RMSNorm, RMSNormTriton, rms_norm
+
+__all__ = [
+    "FlashAttention",
+    "FlashAttentionTriton",
+    "RMSNorm",
+    "RMSNormTriton",
+    "attention",
+    "document_ids",
+    "linear_cross_entropy",
+    "rms_norm",
+]

@@ -50,8 +50,8 @@ def attention(
 
     `causal`: the last query is aligned with the last key. `scale` None: 1 / √d. `window`: keys a query sees counting
     back from its own place, 0 for no limit. `softcap`: scores become softcap · tanh(score / softcap), 0 for none.
-    `documents`: ids that do not decrease along the sequence; a query sees its own document only (a pair: of the queries,
-    of the keys). `deterministic` False lets the Hopper backward add in any order, which is faster. `return_lse`: also
+    `documents`: ids that do not decrease along the sequence; a query sees its own document only (a pair: those of the
+    queries, those of the keys). `deterministic` False lets the Hopper backward add in any order, which is faster. `return_lse`: also
     the natural logsumexp (batch, n_heads, n_q) float32, which has a gradient. A query that sees no key gives 0 and -inf.
     Under autocast q, k and v go to its type. Raises UserError for shapes that do not fit and for a backend that cannot
     run here.
@@ -111,7 +111,7 @@ def pick(backend: str, q: Tensor, v: Tensor, plain: bool) -> str:
     if backend in ("flash-torch", "sdpa") and not plain:
         note_fallback(f"attention backend {backend}", "knows causal and full only; using reference")
         return "reference"
-    if backend.startswith("flash-t") and backend != "flash-torch" or backend == "flash-hopper":
+    if backend in ("flash-triton", "flash-hopper"):
         if not runs_triton(q):
             raise UserError(f'attention backend "{backend}" needs a GPU and Triton; q is on {q.device}: use "auto"')
         if not fits:

@@ -264,3 +264,26 @@ def launch_queries(
         heads_a_group(batch * heads, bytes_a_head, L2_BYTES_BACKWARD), rule.window,
         **fixed, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, EVEN=n_k % tile.block_k == 0, **tile.options(),
     )  # fmt: skip
+
+
+class FlashAttentionTriton(torch.autograd.Function):
+    """`FlashAttentionTriton.apply(q, k, v, is_causal=False)` on (batch, n, d): the course's form of the operator.
+
+    Saves q, k, v, the output and the natural logsumexp (batch, n_q).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        ctx.rule = Rule(is_causal, 0, 0.0, q.shape[-1] ** -0.5)
+        out, lse = attention_forward(q[:, None], k[:, None], v[:, None], ctx.rule)
+        ctx.save_for_backward(q, k, v, out[:, 0], lse[:, 0])
+        return out[:, 0]
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "FlashAttention has no second derivative; use eager attention for a gradient of gradients"
+            )
+        q, k, v, out, lse = (x[:, None] for x in ctx.saved_tensors)
+        return *(g[:, 0] for g in attention_backward(d_out[:, None], None, q, k, v, out, lse, ctx.rule)), None

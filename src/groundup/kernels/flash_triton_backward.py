@@ -19,7 +19,7 @@ from groundup.kernels.flash_triton_tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["n_q", "n_heads", "width"])
+@triton.jit(do_not_specialize=["n_q", "n_heads"])
 def delta_kernel(
     OUT, D_OUT, LSE, D_LSE, DELTA, LSE2, n_q, n_heads, out_batch, out_head, out_row, d_batch, d_head, d_row, width,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, HAS_D_LSE: tl.constexpr,

@@ -1,0 +1,466 @@
+"""Check every kernel against a float64 truth and time it beside its peers, on one GPU, in about four minutes.
+
+    python benchmarks/kernels_h200.py OUT [section ...]
+
+Sections run each in a process of its own with a time limit, so a kernel that fails or hangs costs its section only.
+OUT gets one JSON file a section; the table is printed last. It needs torch and Triton; the package is read from src/.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+SECTIONS = {
+    "attention_check": 75, "attention_speed": 75, "hopper_check": 60, "hopper_speed": 60,
+    "rows": 60, "loss": 50, "optimizer": 40,
+}  # fmt: skip
+"""Section → seconds it may take."""
+ROWS: list[dict] = []
+STARTED = time.time()
+
+
+def note(**row) -> None:
+    ROWS.append(row)
+    print(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
+
+
+def attempt(name: str, function, *arguments) -> None:
+    """Run one case; its failure is a row, not the end."""
+    try:
+        function(*arguments)
+    except Exception as error:
+        text = str(error).replace("\n", " ")
+        note(case=name, FAILED=f"{type(error).__name__}: {text[:300]}")
+        traceback.print_exc()
+
+
+def median_ms(function, reps: int = 40) -> float:
+    import triton
+
+    return triton.testing.do_bench(function, warmup=10, rep=reps, return_mode="median")
+
+
+def graph_ms(calls: list, replays: int = 7) -> float:
+    """Milliseconds a call: all `calls` (each on buffers of its own) captured once and replayed."""
+    import torch
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [call() for call in calls]
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / len(calls))
+    del kept
+    return statistics.median(times)
+
+
+def errors(ours, truth) -> tuple[float, float, float]:
+    """(largest, mean, relative Frobenius) difference."""
+    d = ours.double() - truth
+    return d.abs().max().item(), d.abs().mean().item(), (d.norm() / truth.norm().clamp(min=1e-30)).item()
+
+
+# --- attention ---------------------------------------------------------------------------------------------------
+
+
+def make(b, h, kv, n_q, n_k, d, d_v, dtype):
+    import torch
+
+    shapes = [(b, h, n_q, d), (b, kv, n_k, d), (b, kv, n_k, d_v), (b, h, n_q, d_v)]
+    return [torch.randn(s, device="cuda", dtype=torch.float32).to(dtype) for s in shapes]
+
+
+def run_attention(tensors, backend, **options):
+    """(out, lse, dq, dk, dv)."""
+    import torch
+
+    from groundup.kernels import attention
+
+    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
+    out, lse = attention(q, k, v, backend=backend, return_lse=True, **options)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])]
+
+
+def check_case(name, shape, dtype, backend="flash-triton", **options):
+    import torch
+
+    tensors = make(*shape, dtype)
+    theirs = run_attention(tensors, "reference", **options)
+    options_truth = {k: v for k, v in options.items() if k != "deterministic"}
+    truth = run_attention([x.double() for x in tensors], "reference", **options_truth)
+    ours = run_attention(tensors, backend, **options)
+    worst, mean, frobenius = 0.0, 0.0, 0.0
+    for i in (0, 2, 3, 4):
+        a, b = errors(ours[i], truth[i]), errors(theirs[i], truth[i])
+        worst, mean = max(worst, a[0] / max(b[0], 1e-12)), max(mean, a[1] / max(b[1], 1e-12))
+        frobenius = max(frobenius, a[2])
+    finite = torch.isfinite(truth[1])
+    lse = (ours[1].double() - truth[1])[finite].abs().max().item() if finite.any() else 0.0
+    empty_ok = bool((ours[1].isinf() == ~finite).all()) and all(
+        bool(torch.isfinite(ours[i]).all()) for i in (0, 2, 3, 4)
+    )
+    limit = 3.0 if options.get("softcap") else 2.0
+    good = worst <= limit and mean <= (1.25 if not options.get("softcap") else 1.5) and empty_ok and lse < 2e-2
+    note(case=name, backend=backend, ok=good, max_ratio=worst, mean_ratio=mean, frobenius=frobenius, lse=lse)
+
+
+def attention_cases(backend):
+    import torch
+
+    half, single = torch.bfloat16, torch.float32
+    ids = torch.arange(1000, device="cuda")[None].div(173, rounding_mode="floor").expand(2, -1).contiguous()
+    yield "d64", (2, 4, 4, 1024, 1024, 64, 64), half, {}
+    yield "d128", (2, 4, 4, 1024, 1024, 128, 128), half, {}
+    yield "odd N", (1, 4, 4, 1001, 1001, 64, 64), half, {}
+    yield "odd N d128", (1, 4, 4, 1001, 1001, 128, 128), half, {}
+    yield "full odd", (1, 4, 4, 777, 1001, 64, 64), half, {"causal": False}
+    yield "gqa d64", (2, 8, 2, 512, 512, 64, 64), half, {}
+    yield "gqa d128", (2, 8, 2, 512, 512, 128, 128), half, {}
+    yield "fp16", (1, 4, 2, 640, 640, 64, 64), torch.float16, {}
+    if backend == "flash-hopper":
+        yield "full d128", (1, 4, 4, 1024, 1024, 128, 128), half, {"causal": False}
+        yield "long k", (1, 4, 4, 256, 1024, 64, 64), half, {}
+        return
+    yield "n_q > n_k", (1, 2, 2, 300, 100, 64, 64), half, {}
+    yield "window", (1, 4, 4, 1000, 1000, 64, 64), half, {"window": 100}
+    yield "documents", (2, 4, 4, 1000, 1000, 64, 64), half, {"documents": ids}
+    yield "softcap", (1, 4, 4, 512, 512, 64, 64), half, {"softcap": 20.0}
+    yield "d192/128", (1, 4, 4, 512, 512, 192, 128), half, {}
+    yield "d256", (1, 4, 4, 500, 500, 256, 256), half, {}
+    yield "d80", (1, 4, 4, 512, 512, 80, 80), half, {}
+    yield "d16", (1, 4, 4, 512, 512, 16, 16), half, {}
+    yield "fp32 d64", (1, 4, 4, 512, 512, 64, 64), single, {}
+    yield "fp32 d128", (1, 2, 2, 300, 300, 128, 128), single, {}
+
+
+def attention_check(backend="flash-triton"):
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for name, shape, dtype, options in attention_cases(backend):
+        attempt(name, lambda n=name, s=shape, t=dtype, o=options: check_case(n, s, t, backend, **o))
+    attempt("repeat", repeat_case, backend)
+    if backend == "flash-triton":
+        attempt("2**31", huge_case)
+        attempt("compile", compile_case)
+
+
+def repeat_case(backend):
+    import torch
+
+    tensors = make(2, 12, 12, 1000, 1000, 64, 64, torch.bfloat16)
+    first = run_attention(tensors, backend, deterministic=True)
+    same = all(
+        all(torch.equal(a, b) for a, b in zip(run_attention(tensors, backend, deterministic=True), first, strict=True))
+        for _ in range(30)
+    )
+    note(case="30 repeats bit-equal", backend=backend, ok=same)
+
+
+def huge_case():
+    """More than 2**31 elements a tensor: the last batch entry alone must give the same."""
+    import torch
+
+    tensors = [torch.randn(65, 64, 4096, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    ours = run_attention(tensors, "flash-triton")
+    alone = run_attention([x[-1:] for x in tensors], "flash-triton")
+    same = all(torch.equal(a[-1:], b) for a, b in zip(ours, alone, strict=True))
+    note(case="more than 2**31 elements", ok=same)
+
+
+def compile_case():
+    import torch
+
+    from groundup.kernels import attention, linear_cross_entropy, rms_norm
+
+    w, head = (
+        torch.randn(128, device="cuda", requires_grad=True),
+        torch.randn(500, 128, device="cuda", requires_grad=True),
+    )
+    x = torch.randn(2, 4, 96, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(0, 500, (2, 4, 96), device="cuda")
+
+    def step(x, w, head):
+        y = rms_norm(x, w, backend="triton")
+        y = attention(y, y, y, backend="flash-triton")
+        return linear_cross_entropy(y, head, targets)
+
+    eager = torch.autograd.grad(step(x, w, head), (x, w, head))
+    compiled = torch.autograd.grad(torch.compile(step, fullgraph=True)(x, w, head), (x, w, head))
+    worst = max(errors(a, b.double())[2] for a, b in zip(compiled, eager, strict=True))
+    note(case="torch.compile fullgraph", ok=worst < 1e-2, frobenius=worst)
+
+
+SHAPES = [
+    (32, 12, 1024, 64), (4, 32, 4096, 64), (1, 32, 16384, 64), (1, 16, 16384, 64),
+    (16, 16, 1024, 128), (4, 16, 4096, 128), (1, 16, 16384, 128),
+]  # fmt: skip
+
+
+def speed_case(shape, backends, causal=True, dtype=None):
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from groundup.kernels import attention
+
+    b, h, n, d = shape
+    dtype = dtype or torch.bfloat16
+    q, k, v, d_out = make(b, h, h, n, n, d, d, dtype)
+    flops = 4 * b * h * n * n * d / (2 if causal else 1)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    times, outs, grads = {}, {}, {}
+
+    def peer(kind):
+        def call():
+            with sdpa_kernel(kind):
+                return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+        return call
+
+    runs = {"cudnn": peer(SDPBackend.CUDNN_ATTENTION)} if dtype != torch.float32 else {}
+    if dtype == torch.float32:
+        runs["efficient"] = peer(SDPBackend.EFFICIENT_ATTENTION)
+        runs["eager"] = lambda: attention(q, k, v, causal=causal, backend="reference")
+    for name, backend, deterministic in backends:
+        runs[name] = lambda s=backend, t=deterministic: attention(q, k, v, causal=causal, backend=s, deterministic=t)
+    for name, call in runs.items():
+        try:
+            out = call()
+            outs[name], grads[name] = out.detach(), torch.autograd.grad(out, leaves, d_out, retain_graph=True)
+            with torch.no_grad():
+                forward = median_ms(call)
+            backward = median_ms(lambda out=out: torch.autograd.grad(out, leaves, d_out, retain_graph=True))
+            times[name] = (forward, backward)
+        except Exception as error:
+            note(case=f"speed {shape} {name}", FAILED=f"{type(error).__name__}: {str(error)[:200]}")
+    base = next(iter(runs))
+    for name, (forward, backward) in times.items():
+        apart = [errors(a, b.double())[2] for a, b in zip(grads[name], grads[base], strict=True)]
+        note(
+            case=f"{b},{h},{n},{d}{'' if causal else ' full'}{' fp32' if dtype == torch.float32 else ''}", what=name,
+            fwd=flops / forward / 1e9, bwd=2.5 * flops / backward / 1e9, ms=forward + backward,
+            apart=max(*apart, errors(outs[name], outs[base].double())[2]),
+        )  # fmt: skip
+
+
+def attention_speed():
+    import torch
+
+    for shape in SHAPES:
+        attempt(str(shape), speed_case, shape, [("triton", "flash-triton", True)])
+    attempt("full", speed_case, (4, 16, 4096, 128), [("triton", "flash-triton", True)], False)
+    attempt("fp32", speed_case, (2, 16, 4096, 64), [("triton", "flash-triton", True)], True, torch.float32)
+
+
+def hopper_check():
+    attention_check("flash-hopper")
+    import torch
+
+    for d in (64, 128):
+        for causal in (True, False):
+            name, options = f"fast backward d{d} causal={causal}", {"deterministic": False, "causal": causal}
+            shape = (2, 4, 4, 1024, 1024, d, d)
+            attempt(name, lambda n=name, s=shape, o=options: check_case(n, s, torch.bfloat16, "flash-hopper", **o))
+
+
+def hopper_speed():
+    both = [("hopper fast", "flash-hopper", False)]
+    for shape in SHAPES:
+        attempt(str(shape), speed_case, shape, both)
+    attempt("full", speed_case, (4, 16, 4096, 128), both, False)
+
+
+# --- memory-bound kernels ----------------------------------------------------------------------------------------
+
+
+def rows():
+    import torch
+
+    n = 1 << 30
+    a, b = torch.empty(n, device="cuda", dtype=torch.int8), torch.empty(n, device="cuda", dtype=torch.int8)
+    note(case="copy 1 GiB", gbs=2 * n / median_ms(lambda: b.copy_(a)) / 1e6)
+    del a, b
+    for width in (1024, 2048, 4096, 8192):
+        attempt(f"rms {width}", rms_case, width)
+    for width in (50, 32768, 257):
+        attempt(f"rms check {width}", rms_check, width)
+
+
+def rms_check(width, n_rows=512):
+    import torch
+
+    from groundup.kernels import rms_norm
+
+    x, d_out, r = (torch.randn(n_rows, width, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    w = torch.randn(width, device="cuda")
+    found = {}
+    for backend, kind in (("triton", torch.bfloat16), ("torch", torch.float64)):
+        total = (x + r).to(kind).requires_grad_()
+        weight = w.to(torch.float32 if kind == torch.bfloat16 else kind).requires_grad_()
+        out = rms_norm(total, weight, backend=backend)
+        found[backend] = [out, *torch.autograd.grad(out, (total, weight), d_out.to(kind))]
+    worst = [errors(a, b)[2] for a, b in zip(found["triton"], found["torch"], strict=True)]
+    note(
+        case=f"rms {width}",
+        ok=worst[0] < 3e-3 and worst[1] < 4e-3 and worst[2] < 1e-5,
+        out=worst[0],
+        dx=worst[1],
+        dw=worst[2],
+    )
+
+
+def rms_case(width, n_rows=32768):
+    import torch
+    from torch.nn.functional import layer_norm
+    from torch.nn.functional import rms_norm as eager
+
+    from groundup.kernels import rms_norm
+
+    rms_check(width)
+    sets = 3
+    data = [[torch.randn(n_rows, width, device="cuda", dtype=torch.bfloat16) for _ in range(2)] for _ in range(sets)]
+    w = torch.ones(width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    copy_to = [torch.empty_like(x) for x, _ in data]
+    copy = (
+        2
+        * n_rows
+        * width
+        * 2
+        / graph_ms([lambda x=x, y=y: y.copy_(x) for (x, _), y in zip(data, copy_to, strict=True)])
+        / 1e6
+    )
+    note(case=f"copy {width}", gbs=copy)
+    del copy_to
+    compiled = torch.compile(lambda x, w: eager(x, (width,), w, 1e-5))
+    functions = {
+        "ours": lambda x, w: rms_norm(x, w, backend="triton"), "eager": lambda x, w: eager(x, (width,), w, 1e-5),
+        "compiled": compiled, "layernorm": lambda x, w: layer_norm(x, (width,), w),
+    }  # fmt: skip
+    for name, function in functions.items():
+        leaves = [x.detach().requires_grad_() for x, _ in data]
+        with torch.no_grad():
+            forward = graph_ms([lambda x=x: function(x, w) for x in leaves])
+        outs = [function(x, w) for x in leaves]
+        backward = graph_ms([
+            lambda o=o, x=x, g=g: torch.autograd.grad(o, (x, w), g, retain_graph=True)
+            for o, x, (_, g) in zip(outs, leaves, data, strict=True)
+        ])  # fmt: skip
+        size = n_rows * width * 2 / 1e6
+        note(case=f"rms {width}", what=name, fwd_gbs=2 * size / forward, bwd_gbs=3 * size / backward,
+             fwd_copy=2 * size / forward / copy, bwd_copy=3 * size / backward / copy)  # fmt: skip
+
+
+def loss():
+    attempt("loss check", loss_check)
+    for shape in ((16384, 50304, 768), (16384, 128256, 2048)):
+        attempt(f"loss {shape}", loss_case, *shape)
+
+
+def loss_check():
+    import torch
+
+    from groundup.kernels import linear_cross_entropy
+
+    for vocab, z, cap in ((1000, 0.0, 0.0), (50257, 1e-4, 30.0)):
+        x, w = torch.randn(600, 256, device="cuda").bfloat16(), (torch.randn(vocab, 256, device="cuda") / 16).bfloat16()
+        t = torch.randint(0, vocab, (600,), device="cuda")
+        t[::7] = -100
+        found = {}
+        for backend, kind in (("triton", torch.bfloat16), ("torch", torch.float64)):
+            a, b = x.to(kind).requires_grad_(), w.to(kind).requires_grad_()
+            value = linear_cross_entropy(a, b, t, None, z, cap, backend)
+            found[backend] = [value, *torch.autograd.grad(value, (a, b))]
+        worst = [errors(a, b)[2] for a, b in zip(found["triton"], found["torch"], strict=True)]
+        note(
+            case=f"loss V={vocab} z={z} cap={cap}",
+            ok=worst[0] < 1e-3 and max(worst[1:]) < 1e-2,
+            loss=worst[0],
+            dx=worst[1],
+            dw=worst[2],
+        )
+
+
+def loss_case(n, vocab, width):
+    import torch
+
+    from groundup.kernels import linear_cross_entropy
+
+    x = torch.randn(n, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = (torch.randn(vocab, width, device="cuda") / width**0.5).bfloat16().requires_grad_()
+    t = torch.randint(0, vocab, (n,), device="cuda")
+    eager = lambda: torch.nn.functional.cross_entropy((x @ w.T).float(), t)  # noqa: E731
+    functions = {"ours": lambda: linear_cross_entropy(x, w, t), "eager": eager, "compiled": torch.compile(eager)}
+    for name, function in functions.items():
+        step = lambda f=function: torch.autograd.grad(f(), (x, w))  # noqa: E731
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        beyond = torch.cuda.max_memory_allocated() - before - 2 * (x.numel() + w.numel())
+        ms = median_ms(step, 150)
+        note(case=f"loss {n}x{vocab}x{width}", what=name, ms=ms, beyond_gib=beyond / 2**30)
+
+
+def optimizer():
+    """AdamW, Newton-Schulz, SwiGLU and RoPE, where the package has them."""
+    try:
+        from groundup.kernels import bench_optimizer  # noqa: F401
+    except ImportError:
+        note(case="optimizer kernels", skipped="not in this version")
+
+
+def run_section(name: str, out: Path) -> None:
+    import torch
+
+    torch.manual_seed(0)
+    try:
+        globals()[name]()
+    finally:
+        (out / f"{name}.json").write_text(json.dumps(ROWS, indent=1))
+
+
+def main() -> None:
+    out = Path(sys.argv[1]).resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    if len(sys.argv) > 3 and sys.argv[2] == "--section":
+        return run_section(sys.argv[3], out)
+    for name in sys.argv[2:] or SECTIONS:
+        command = [sys.executable, __file__, str(out), "--section", name]
+        try:
+            with (out / f"{name}.log").open("w") as log:
+                subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=SECTIONS[name], check=False)
+            print(f"{time.time() - STARTED:5.0f} s  {name} done", flush=True)
+        except subprocess.TimeoutExpired:
+            print(f"{time.time() - STARTED:5.0f} s  {name} ran out of its {SECTIONS[name]} s", flush=True)
+    print()
+    for name in sys.argv[2:] or SECTIONS:
+        log = out / f"{name}.log"
+        lines = [x for x in log.read_text(errors="replace").splitlines() if x.startswith("case=")]
+        print(f"== {name}", *[line[:170] for line in lines], sep="\n")
+        if not lines:
+            print(log.read_text(errors="replace")[-600:])
+    return None
+
+
+if __name__ == "__main__":
+    main()
