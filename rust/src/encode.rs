@@ -6,18 +6,39 @@
 //! within a few cache lines); longer ones with a heap, O(n log n); very long ones rank by rank, O(n). Nothing recurses.
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap};
+use std::collections::BinaryHeap;
 
-use crate::pairs::PairTable;
+use crate::cache::{Cache, Known, Work, INLINE};
+use crate::pairs::{RankTable, NO_RANK};
 use crate::scan::{for_each_batch, is_safe_cut, MOST};
 use crate::specials::Specials;
-use crate::words::{hash, pack, prefetch, PACKED};
+use crate::words::{pack, PACKED};
 
 /// Longest piece, in bytes, that is merged by plain scanning.
 const SMALL: usize = 48;
 /// Longest piece, in bytes, that is merged with the heap (if the merges are ordered).
 const LONG: usize = 4096;
-const NO_RANK: u32 = u32::MAX;
+const NEXT: [u8; SMALL + 1] = chain(1);
+const PREVIOUS: [u8; SMALL + 2] = chain(-1);
+
+/// The neighbour of each place.
+const fn chain<const N: usize>(step: i8) -> [u8; N] {
+    let mut chain = [0; N];
+    let mut place = 0;
+    while place < N {
+        chain[place] = (place as u8).wrapping_add_signed(step);
+        place += 1;
+    }
+    chain
+}
+
+#[inline]
+fn candidate(rank: u32, place: usize) -> u32 {
+    match rank {
+        NO_RANK => u32::MAX,
+        _ => rank << 6 | place as u32,
+    }
+}
 
 /// A vocabulary with its merges, ready for use.
 pub struct Model {
@@ -27,8 +48,9 @@ pub struct Model {
     /// Ids below the size of the vocabulary that stand for no token.
     holes: Vec<bool>,
     byte_ids: [u32; 256],
-    /// Pair of ids → rank.
-    ranks: PairTable,
+    /// Pair of ids → rank; and of pairs of bytes once more, by `first << 8 | second`.
+    ranks: RankTable,
+    byte_ranks: Vec<u32>,
     /// Rank → id of the merged token.
     merged: Vec<u32>,
     /// Whether every merge comes after the merges that make its parts, as training leaves them.
@@ -117,19 +139,19 @@ impl Model {
         if let Some(byte) = byte_ids.iter().position(|&id| id == u32::MAX) {
             return Err(format!("the vocabulary has no token for the byte 0x{byte:02x}"));
         }
-        if tokens.len() > COUNT as usize >> 2 {
-            return Err(format!("{} tokens are too many", tokens.len()));
-        }
+        let Some(mut ranks) = RankTable::with_capacity(tokens.len(), merges.len()) else {
+            return Err(format!("{} tokens with {} merges are too many", tokens.len(), merges.len()));
+        };
         let mut starts = vec![0];
         let mut bytes = Vec::new();
         for token in tokens {
             bytes.extend_from_slice(token.as_deref().unwrap_or_default());
             starts.push(bytes.len());
         }
-        let mut ranks = PairTable::with_capacity(merges.len());
         for (rank, &(left, right, _)) in merges.iter().enumerate() {
-            ranks.get_or_insert(left, right, rank as u32);
+            ranks.insert(left, right, rank as u32);
         }
+        let byte_ranks = (0..1 << 16).map(|pair: usize| ranks.get(byte_ids[pair >> 8], byte_ids[pair & 255])).collect();
         let names: Vec<Vec<u8>> = specials.iter().map(|special| special.0.clone()).collect();
         Ok(Model {
             bytes,
@@ -137,6 +159,7 @@ impl Model {
             holes: tokens.iter().map(Option::is_none).collect(),
             byte_ids,
             ranks,
+            byte_ranks,
             merged: merges.iter().map(|merge| merge.2).collect(),
             ordered: is_ordered(tokens.len(), merges),
             specials: Specials::new(&names)?,
@@ -156,7 +179,7 @@ impl Model {
 
     #[inline]
     fn rank(&self, left: u32, right: u32) -> u32 {
-        self.ranks.get(left, right).unwrap_or(NO_RANK)
+        self.ranks.get(left, right)
     }
 
     /// Appends the ids of a text to `out`. Without `specials`, special tokens count as ordinary text.
@@ -179,39 +202,21 @@ impl Model {
         for (key, piece) in keys.iter_mut().zip(bounds.windows(2)) {
             if piece[1] - piece[0] <= PACKED {
                 *key = pack(text, piece[0], piece[1]);
-                prefetch(&cache.entries, cache.home(*key));
+                cache.prefetch(*key);
             }
         }
         out.reserve(bounds[bounds.len() - 1] - bounds[0]);
         for (&key, piece) in keys.iter().zip(bounds.windows(2)) {
-            if key == 0 {
-                self.encode_wide_piece(&text[piece[0]..piece[1]], cache, out);
-                continue;
+            let piece = &text[piece[0]..piece[1]];
+            match if key == 0 { cache.get_wide(piece) } else { cache.get(key) } {
+                Known::Few(ids, count) => out.put(ids, count),
+                Known::Many(ids) => ids.iter().for_each(|&id| out.put([id; INLINE], 1)),
+                Known::Nothing => {
+                    self.encode_piece(piece, &mut cache.work);
+                    cache.work.ids.iter().for_each(|&id| out.put([id; INLINE], 1));
+                    cache.remember(piece, key);
+                }
             }
-            if let Some((ids, count)) = cache.get(key) {
-                out.put(ids, count);
-                continue;
-            }
-            self.encode_piece(&text[piece[0]..piece[1]], &mut cache.work);
-            cache.work.ids.iter().for_each(|&id| out.put([id; INLINE], 1));
-            cache.remember(key);
-        }
-    }
-
-    /// A piece of more than `PACKED` bytes.
-    fn encode_wide_piece<T: Width>(&self, piece: &[u8], cache: &mut Cache, out: &mut Ids<T>) {
-        if piece.len() > WIDE {
-            self.encode_piece(piece, &mut cache.work);
-            cache.work.ids.iter().for_each(|&id| out.put([id; INLINE], 1));
-        } else if let Some(ids) = cache.wide.get(piece) {
-            ids.iter().for_each(|&id| out.put([id; INLINE], 1));
-        } else {
-            self.encode_piece(piece, &mut cache.work);
-            cache.work.ids.iter().for_each(|&id| out.put([id; INLINE], 1));
-            if cache.wide.len() >= WIDE_ENTRIES {
-                cache.wide.clear();
-            }
-            cache.wide.insert(piece.into(), cache.work.ids.as_slice().into());
         }
     }
 
@@ -227,39 +232,45 @@ impl Model {
         }
     }
 
+    /// Candidates are `rank << 6 | place`, so that the smallest is the leftmost pair of the lowest rank.
     fn encode_small(&self, piece: &[u8], out: &mut Vec<u32>) {
-        let mut ids = [0; SMALL];
-        let mut ranks = [NO_RANK; SMALL];
-        let mut length = piece.len();
+        let length = piece.len();
+        let mut ids = [0u32; SMALL + 1];
+        let mut found = [u32::MAX; SMALL + 1];
+        // Neighbours by place; `length` closes the chain.
+        let mut next: [u8; SMALL + 1] = NEXT;
+        let mut previous: [u8; SMALL + 2] = PREVIOUS;
         for (id, &byte) in ids.iter_mut().zip(piece) {
             *id = self.byte_ids[byte as usize];
         }
-        for at in 0..length - 1 {
-            ranks[at] = self.rank(ids[at], ids[at + 1]);
+        for (place, pair) in piece.windows(2).enumerate() {
+            found[place] = candidate(self.byte_ranks[(pair[0] as usize) << 8 | pair[1] as usize], place);
         }
         loop {
-            let (mut best, mut at) = (NO_RANK, 0);
-            for (place, &rank) in ranks[..length - 1].iter().enumerate() {
-                if rank < best {
-                    (best, at) = (rank, place);
-                }
-            }
-            if best == NO_RANK {
+            let best = found[..length].iter().fold(u32::MAX, |best, &other| best.min(other));
+            if best == u32::MAX {
                 break;
             }
-            ids[at] = self.merged[best as usize];
-            ids.copy_within(at + 2..length, at + 1);
-            ranks.copy_within(at + 1..length, at);
-            length -= 1;
-            ranks[length - 1] = NO_RANK;
-            if at + 1 < length {
-                ranks[at] = self.rank(ids[at], ids[at + 1]);
-            }
-            if at > 0 {
-                ranks[at - 1] = self.rank(ids[at - 1], ids[at]);
+            let place = best as usize & 63;
+            let gone = next[place] as usize;
+            let after = next[gone] as usize;
+            ids[place] = self.merged[best as usize >> 6];
+            found[gone] = u32::MAX;
+            (next[place], previous[after]) = (after as u8, place as u8);
+            found[place] = match after < length {
+                true => candidate(self.rank(ids[place], ids[after]), place),
+                false => u32::MAX,
+            };
+            if place > 0 {
+                let before = previous[place] as usize;
+                found[before] = candidate(self.rank(ids[before], ids[place]), before);
             }
         }
-        out.extend_from_slice(&ids[..length]);
+        let mut place = 0;
+        while place < length {
+            out.push(ids[place]);
+            place = next[place] as usize;
+        }
     }
 
     /// One slot a byte; a token's id stands in its first slot, and marked with `LAST` in its last one, so that both
@@ -393,76 +404,6 @@ fn is_ordered(size: usize, merges: &[(u32, u32, u32)]) -> bool {
         .enumerate()
         .all(|(rank, &(left, right, _))| made[left as usize] < Some(rank) && made[right as usize] < Some(rank))
 }
-
-/// Ids that a cache entry holds.
-const INLINE: usize = 4;
-/// Entries for short pieces (8 MB; pages that are never touched cost nothing).
-const ENTRIES: usize = 1 << 18;
-/// Longest piece, in bytes, and number of pieces in the cache for longer ones (2 MB at most, as a rule far less).
-const WIDE: usize = 96;
-const WIDE_ENTRIES: usize = 1 << 13;
-
-/// A piece and its ids, with their number less one in the two highest bits of the first.
-#[derive(Clone, Copy, Default)]
-#[repr(align(32))]
-struct Entry {
-    key: [u64; 2],
-    ids: [u32; INLINE],
-}
-
-#[derive(Default)]
-struct Work {
-    ids: Vec<u32>,
-    slots: Vec<u32>,
-    heap: BinaryHeap<Reverse<u64>>,
-}
-
-/// What one thread needs for encoding: remembered pieces (fixed in number) and work space.
-///
-/// Short pieces lie in sets of two entries, one cache line; a new piece takes the first place and the first the second.
-pub struct Cache {
-    entries: Vec<Entry>,
-    wide: HashMap<Box<[u8]>, Box<[u32]>>,
-    work: Work,
-}
-
-impl Default for Cache {
-    fn default() -> Self {
-        Cache { entries: vec![Entry::default(); ENTRIES], wide: HashMap::new(), work: Work::default() }
-    }
-}
-
-impl Cache {
-    /// First entry of the key's set.
-    #[inline]
-    fn home(&self, key: u128) -> usize {
-        hash(key) as usize & (self.entries.len() - 2)
-    }
-
-    #[inline]
-    fn get(&self, key: u128) -> Option<([u32; INLINE], usize)> {
-        let home = self.home(key);
-        let key = [key as u64, (key >> 64) as u64];
-        let entry = self.entries[home..home + 2].iter().find(|entry| entry.key == key)?;
-        let [first, rest @ ..] = entry.ids;
-        Some(([first & !COUNT, rest[0], rest[1], rest[2]], 1 + (first >> 30) as usize))
-    }
-
-    /// Notes the ids in `work` for the key, if they are few enough.
-    fn remember(&mut self, key: u128) {
-        if self.work.ids.len() <= INLINE {
-            let mut ids = [0; INLINE];
-            ids[..self.work.ids.len()].copy_from_slice(&self.work.ids);
-            ids[0] |= (self.work.ids.len() as u32 - 1) << 30;
-            let home = self.home(key);
-            self.entries[home + 1] = self.entries[home];
-            self.entries[home] = Entry { key: [key as u64, (key >> 64) as u64], ids };
-        }
-    }
-}
-
-/// Where an entry keeps the number of its ids.
-const COUNT: u32 = 3 << 30;
 
 /// A text that arrives in parts. The ids do not depend on where it is cut: what could still change waits.
 #[derive(Default)]

@@ -76,6 +76,70 @@ impl PairTable {
     }
 }
 
+/// No rank: the pair does not merge.
+pub const NO_RANK: u32 = u32::MAX;
+/// Bits of an id and of a rank in a `RankTable`.
+const ID_BITS: u32 = 21;
+const RANK_BITS: u32 = 22;
+
+/// Pair of ids → rank, for the encoder: everything about a pair in eight bytes, as most look-ups miss the nearest caches.
+///
+/// Most pairs asked for do not merge. A bit a hash value, eight times as many as pairs, says so from a nearer cache.
+pub struct RankTable {
+    cells: Vec<u64>,
+    known: Vec<u64>,
+}
+
+impl RankTable {
+    /// None if ids or ranks are too large for the cells.
+    pub fn with_capacity(ids: usize, pairs: usize) -> Option<Self> {
+        let fits = ids < 1 << ID_BITS && pairs < 1 << RANK_BITS;
+        let size = (pairs * 2).next_power_of_two().max(16);
+        fits.then(|| RankTable { cells: vec![u64::MAX; size], known: vec![0; size / 16] })
+    }
+
+    /// Where a pair's cell is looked for, its word of `known` and its bit there.
+    #[inline]
+    fn home(&self, pair: u64) -> (usize, usize, u64) {
+        let product = pair.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        let word = (product >> 46) as usize & (self.known.len() - 1);
+        ((product >> 40) as usize & (self.cells.len() - 1), word, 1 << (product >> 34 & 63))
+    }
+
+    /// The first rank of a pair stays.
+    pub fn insert(&mut self, left: u32, right: u32, rank: u32) {
+        let pair = (left as u64) << ID_BITS | right as u64;
+        let (mut at, word, bit) = self.home(pair);
+        self.known[word] |= bit;
+        while self.cells[at] != u64::MAX {
+            if self.cells[at] >> RANK_BITS == pair {
+                return;
+            }
+            at = (at + 1) & (self.cells.len() - 1);
+        }
+        self.cells[at] = pair << RANK_BITS | rank as u64;
+    }
+
+    #[inline]
+    pub fn get(&self, left: u32, right: u32) -> u32 {
+        let pair = (left as u64) << ID_BITS | right as u64;
+        let (mut at, word, bit) = self.home(pair);
+        if self.known[word] & bit == 0 {
+            return NO_RANK;
+        }
+        loop {
+            let cell = self.cells[at & (self.cells.len() - 1)];
+            if cell >> RANK_BITS == pair {
+                return cell as u32 & ((1 << RANK_BITS) - 1);
+            }
+            if cell == u64::MAX {
+                return NO_RANK;
+            }
+            at += 1;
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

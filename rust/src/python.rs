@@ -10,8 +10,9 @@ use pyo3::exceptions::{PyOSError, PyTypeError, PyUnicodeDecodeError, PyValueErro
 use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes, PyList, PyString};
 
+use crate::cache::Cache;
 use crate::count::{count_files, on_threads, CountError, Counted, OnIllFormed};
-use crate::encode::{Cache, Ids, Model, Stream, Width};
+use crate::encode::{Ids, Model, Stream, Width};
 use crate::specials::Specials;
 use crate::train::{TrainError, Trainer};
 

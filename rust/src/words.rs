@@ -22,8 +22,19 @@ pub fn pack(text: &[u8], start: usize, end: usize) -> u128 {
             u128::from_le_bytes(window)
         }
     };
-    raw & (u128::MAX >> (128 - 8 * length)) | (length as u128) << 120
+    raw & MASKS[length] | (length as u128) << 120
 }
+
+/// The lowest `length` bytes.
+const MASKS: [u128; 16] = {
+    let mut masks = [0; 16];
+    let mut length = 1;
+    while length < 16 {
+        masks[length] = masks[length - 1] << 8 | 0xFF;
+        length += 1;
+    }
+    masks
+};
 
 /// The bytes of a key, and how many of them count.
 #[inline]
