@@ -46,7 +46,8 @@ PARTS = (
 VALID_FRACTION = 0.02
 RESERVED_SECONDS = 10.0
 """Kept for what follows training: the picture and the samples."""
-CODE_PROMPTS = ["def ", "class ", "import "]
+# No prompt ends in a space: the tokenizer glues a space to the word that follows.
+CODE_PROMPTS = ["def read(", "class Stack", "import sys"]
 SAMPLE = {"max_tokens": 120, "temperature": 0.8, "top_p": 0.95}
 
 

@@ -1,16 +1,18 @@
 """How large a model the quickstart trains: as large as the machine can train well in the time there is.
 
 A ladder of shapes, each with the optimizer settings that suit it. Climb it: time a few training steps on a rung; if
-the budget would show the model at least half a token a parameter, the rung is good and the next one is tried.
-A model seen far fewer tokens than that ends at a higher loss than a smaller one in the same time (measured at a
-fixed number of seconds on the embedded corpus: 1.6 M parameters beat 0.9 M and 2.9 M on two CPU cores). Repeating
-the corpus more than five times makes it worse as well, so what a fast machine does with its time is bounded there.
-Cost: one to two seconds a rung. Rejected: a table of machines, which knows neither a busy neighbour nor a new GPU.
+the budget would show the model at least 0.4 tokens a parameter, the rung is good and the next one is tried.
+A model that sees far fewer tokens than that ends at a higher loss than a smaller one in the same time: with the tokens
+that two CPU cores pass in 110 seconds, 1.2 to 1.6 M parameters ended at 3.8 to 3.9 nats and 2.9 M at 4.06 on the
+embedded corpus. Repeating the corpus more than five times makes things worse as well (27 M parameters: 2.63 nats
+after five epochs, 2.78 after eight), so what a fast machine does with its time is bounded there.
+Cost: two to three seconds a rung. Rejected: a table of machines, which knows neither a busy neighbour nor a new GPU.
 """
 
 import time
 from dataclasses import dataclass, replace
 from math import ceil
+from statistics import median
 
 import torch
 
@@ -19,11 +21,11 @@ from groundup.model import TransformerLM, count_parameters
 from groundup.optim import AdamW, clip_grad_norm, parameter_groups
 from groundup.train.device import autocast, choose_precision, set_matmul_precision
 
-TOKENS_PER_PARAMETER = 0.5
+TOKENS_PER_PARAMETER = 0.4
 EPOCHS = 5
 FEW_TOKENS = 400_000  # a corpus smaller than a fifth of this may be repeated more often
 MIN_STEPS = 20
-TIMED_SECONDS = 1.0
+TIMED_SECONDS = 1.5
 # A training run is a little slower than its bare steps: it reads, logs, evaluates and saves.
 OVERHEAD = 1.15
 
@@ -56,19 +58,22 @@ LADDER = (
 
 
 def choose(n_tokens: int, vocab_size: int, seconds: float, device: torch.device) -> RunConfig:
-    """The run (resolved, without data.path) for a corpus of `n_tokens` training tokens and `seconds` to train in."""
-    budget = seconds / OVERHEAD
-    most = max(EPOCHS * n_tokens, FEW_TOKENS)
-    best: tuple[Rung, int] | None = None
+    """The run (resolved, without data.path) for `n_tokens` training tokens and `seconds`, the choosing included."""
+    start = time.perf_counter()
+
+    def tokens(rate: float) -> int:
+        left = max(seconds / 2, seconds - (time.perf_counter() - start))
+        return min(max(EPOCHS * n_tokens, FEW_TOKENS), int(rate * left / OVERHEAD))
+
+    best: tuple[Rung, float] | None = None
     for rung in LADDER:
         rung = _fitted(rung, n_tokens, vocab_size)
         parameters, rate = _measure(rung, device)
-        tokens = min(most, int(rate * budget))
-        if best is not None and tokens < TOKENS_PER_PARAMETER * parameters:
+        if best is not None and tokens(rate) < TOKENS_PER_PARAMETER * parameters:
             break
-        best = rung, tokens
+        best = rung, rate
     assert best is not None
-    return _run(*best, device)
+    return _run(best[0], tokens(best[1]), device)
 
 
 def _fitted(rung: Rung, n_tokens: int, vocab_size: int) -> Rung:
@@ -78,7 +83,7 @@ def _fitted(rung: Rung, n_tokens: int, vocab_size: int) -> Rung:
 
 
 def _measure(rung: Rung, device: torch.device) -> tuple[int, float]:
-    """Parameters, and training tokens a second: the mean of about a second of steps, after two to warm up."""
+    """Parameters, and training tokens a second: the median step of a second or two of them, after two to warm up."""
     precision = choose_precision("auto", device)
     set_matmul_precision(precision)
     model = TransformerLM(rung.model).to(device)
@@ -86,7 +91,7 @@ def _measure(rung: Rung, device: torch.device) -> tuple[int, float]:
     shape = rung.batch, rung.model.context_length
     ids = torch.randint(rung.model.vocab_size, shape, device=device)
     times: list[float] = []
-    while len(times) < 5 or (sum(times) < TIMED_SECONDS and len(times) < 50):
+    while len(times) < 5 or (sum(times[2:]) < TIMED_SECONDS and len(times) < 50):
         start = time.perf_counter()
         with autocast(device, precision):
             loss = model(ids, ids)
@@ -96,8 +101,7 @@ def _measure(rung: Rung, device: torch.device) -> tuple[int, float]:
         optimizer.zero_grad(set_to_none=True)
         loss.item()  # waits for the device
         times.append(time.perf_counter() - start)
-    mean = sum(times[2:]) / len(times[2:])
-    return count_parameters(model), rung.batch * rung.model.context_length / mean
+    return count_parameters(model), rung.batch * rung.model.context_length / median(times[2:])
 
 
 def _run(rung: Rung, tokens: int, device: torch.device) -> RunConfig:
@@ -107,9 +111,9 @@ def _run(rung: Rung, tokens: int, device: torch.device) -> RunConfig:
         micro_batch_size=rung.batch,
         device="cuda" if device.type == "cuda" else "cpu",
         # Eight evaluations of at most a fortieth of the steps, at a third of a step's cost: about 7% of the time.
-        eval_every=max(1, steps // 8),
+        eval_every=ceil(steps / 8),
         eval_batches=max(2, min(20, steps // 40)),
-        save_every=max(1, steps // 5),
+        save_every=ceil(steps / 5),
     )
     optim = replace(rung.optim, warmup_steps=max(5, steps // 15), min_lr_ratio=0.05)
     return RunConfig(model=rung.model, optim=optim, train=train).resolve()
