@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import jsonschema
 import pytest
 
 from groundup.account import Setting, gpu, max_batch, parameters, predict_step, trace
+from groundup.account.device import Costs, kernel_ms
 from groundup.account.hardware import GPUS
-from groundup.account.throughput import kernel_ms, throughput
+from groundup.account.tape import Kernel
+from groundup.account.throughput import phase_times, throughput
 from groundup.cli.account import main
 from groundup.config import dump_toml, size
 from groundup.config.run import RunConfig
@@ -79,6 +82,7 @@ def test_a_runs_configuration_file(tmp_path: Path, capsys: pytest.CaptureFixture
         (["parms", "--size", "small"], 'did you mean "params"'),
         (["throughput", "--size", "small", "--gpu", "h20"], "did you mean"),
         (["throughput", "--size", "small", "--gpus", "0"], "--gpus is 0"),
+        (["throughput", "--size", "small", "--kernel-us", "-1"], "--kernel-us is -1"),
         (["memory", "--size", "small", "--checkpoint-every", "13"], "12 layers"),
     ],
 )
@@ -112,18 +116,49 @@ def test_prediction_has_the_benchmarks_names() -> None:
     assert forward["memory.peak"] < found["memory.peak"]
 
 
-def test_roofline_by_hand() -> None:
-    """A large product is bound by arithmetic, a copy by bandwidth; a launch-bound phase by the host."""
+def test_a_kernels_time_by_hand() -> None:
+    """Waves of tiles, a cut k where the waves are few, passes over memory by their kind."""
+    device, free = gpu("h200-measured"), 0.0
+    tile = 2 * 128 * 128 * 1600 / (51e12 / 132) * 1e3  # ms of one tile with k = 1600 on one multiprocessor
+    # 2048 × 1600 results: 16 · 13 tiles = 1.58 waves, 2 to run; in 2 parts 416 half tiles, 3.15 waves, 4 to run; in 4
+    # parts 832 quarters, 6.3 waves, 7 to run: 1.75 tiles and 5 passes over the result.
+    parts = 7 / 4 * tile + 5 * 2048 * 1600 * 4 / 4273e9 * 1e3
+    shape = (1, 2048, 1600, 1600)
+    product = Kernel("w", "forward", "", 0, 2 * 2048 * 1600 * 1600, "fp32", shape)
+    assert kernel_ms(product, device, "fp32", free) == pytest.approx(min(2 * tile, parts))
+    # bf16 at its own rate, and never faster than its traffic; TF32 by the mode
+    small = replace(product, nbytes=10**9, dtype="bf16")
+    assert kernel_ms(small, device, "bf16-mixed", free) == pytest.approx(1e9 / 4273e9 * 1e3)
+    whole = Kernel("w", "forward", "", 0, 2 * 128 * 128 * 128, "fp32", (1, 128, 128, 128))
+    assert kernel_ms(whole, device, "tf32", free) == pytest.approx(whole.flops / (390e12 / 132) * 1e3)
+    passes = [("mul", True, 1.0), ("foreach_mul", True, 0.86), ("mul", False, 0.55), ("sum", False, 0.55)]
+    for name, even, share in passes:
+        found = kernel_ms(Kernel(name, "forward", "", 10**9, even=even), device, "fp32", 4.5)
+        assert found == pytest.approx(0.0045 + 1e9 / (share * 4273e9) * 1e3)
+
+
+def test_two_queues_by_hand() -> None:
+    """The device waits for the host or runs behind it; the next phase's launches hide behind what is still queued."""
+    device = replace(gpu("h200-measured"), bandwidth_gb_s=1.0)  # 1e6 bytes take 1 ms
+    work = [("forward", 10), ("forward", 1), ("backward", 1), ("optimizer", 0)]
+    kernels = [Kernel("mul", phase, "", ms * 10**6, even=True) for phase, ms in work]
+    times = phase_times(kernels, device, "fp32", Costs(launch_us=4000, kernel_us=0))
+    # issued at 4, 8, 12, 16 ms; ends at 14, 15, 16, 16
+    assert [times[p].total for p in ("forward", "backward", "optimizer")] == pytest.approx([15, 1, 0])
+    assert [times[p].idle for p in ("forward", "backward", "optimizer")] == pytest.approx([4, 0, 0])
+    slow = phase_times(kernels, device, "fp32", Costs(launch_us=20000, kernel_us=0))
+    assert [slow[p].total for p in ("forward", "backward", "optimizer")] == pytest.approx([41, 20, 19])
+    inserted = [kernels[0], Kernel("autocast", "forward", "", 10**6, even=True)]
+    assert phase_times(inserted, device, "fp32", Costs(20000, 0))["forward"].total == pytest.approx(31)
+
+
+def test_throughput_by_hand() -> None:
     config = size("small").resolve()
     step = trace(config, Setting(4, 256))
     device = gpu("h200-measured")
-    product = max(step.kernels, key=lambda k: k.flops)
-    assert kernel_ms(product, device, "fp32") == pytest.approx(product.flops / 51e12 * 1e3)
-    assert kernel_ms(product, device, "tf32") == pytest.approx(product.flops / 390e12 * 1e3)
-    other = max((k for k in step.kernels if not k.flops), key=lambda k: k.nbytes)
-    assert kernel_ms(other, device, "fp32") == pytest.approx(other.nbytes / 4273e9 * 1e3)
-    slow, fast = throughput(config, step, device, launch_us=1000.0), throughput(config, step, device, launch_us=0.0)
-    assert slow["forward"] == slow["forward.kernels"] == len([k for k in step.kernels if k.phase == "forward"])
+    slow, fast = (throughput(config, step, device, Costs(us, 4.5)) for us in (1000.0, 0.0))
+    assert slow["forward.launch"] == slow["forward.kernels"] == len([k for k in step.kernels if k.phase == "forward"])
+    assert slow["step"] == pytest.approx(sum(slow[f"{p}.launch"] for p in ("forward", "backward", "optimizer")), 1e-3)
     assert fast["forward"] == pytest.approx(fast["forward.matmul"] + fast["forward.elementwise"])
     tokens = 10**9
     table = throughput(config, step, device, tokens=tokens, dollars_per_hour=3.0, gpus=2)
@@ -152,4 +187,5 @@ def test_every_gpu_says_where_its_figures_come_from() -> None:
     for device in GPUS.values():
         assert device.source
         assert device.bf16_tflops >= device.tf32_tflops >= device.fp32_tflops > 0
+        assert device.multiprocessors > 0
         assert device.memory_gib < device.memory_gb * 1e9 / 2**30 * 1.08

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
+from groundup.account.device import EVEN, FOREACH, UNEVEN, Costs, kernel_ms
 from groundup.account.flops import convention_per_token, matrix_products
 from groundup.account.hardware import Gpu
 from groundup.account.memory import Setting, Step
@@ -139,20 +140,20 @@ def _shapes(step: Step) -> list[str]:
     return [f"{n}·{'×'.join(map(str, shape)) or '1'}·{ITEMSIZE[dtype]}" for (shape, dtype, _), n in rows]
 
 
-def explain_throughput(step: Step, gpu: Gpu, launch_us: float, table: dict[str, float]) -> list[Line]:
+def explain_throughput(step: Step, gpu: Gpu, costs: Costs, table: dict[str, float]) -> list[Line]:
     precision = step.setting.precision
-    lines = []
-    for name, time in phase_times(step.kernels, gpu, precision, launch_us).items():
+    lines = [_kernel_line(step, gpu, costs), *_rate_lines(gpu, precision)]
+    for name, time in phase_times(step.kernels, gpu, precision, costs).items():
         lines.append(
             Line(
                 f"time.{name}",
-                "max(Σ max(FLOP / peak, bytes / bandwidth) of matrix products + Σ bytes / bandwidth of the rest, "
-                "kernels · launch)",
-                f"max({time.matmul:.3f} + {time.elementwise:.3f}, {time.kernels} · {launch_us} µs) ms; "
-                f"{time.flops:,} FLOP at {gpu.matmul_tflops(precision):g} TFLOP/s, {time.bytes:,} B at "
-                f"{gpu.bandwidth_gb_s:g} GB/s (decimal)",
+                "Σ time of matrix products + Σ time of the rest + the device's wait for the host, kernel by kernel: "
+                "end = max(end of the one before, issued by the host) + time",
+                f"{time.matmul:.3f} + {time.elementwise:.3f} + {time.idle:.3f} ms ({time.kernels} kernels, "
+                f"{time.flops:,} FLOP, {time.bytes:,} B); the host issues {time.issued} operations in "
+                f"{time.issued} · {costs.launch_us:g} µs = {time.launch:.3f} ms",
                 f"{time.total:.3f} ms",
-                f"roofline, Williams et al. 2009; {gpu.source}",
+                "two queues, host and device (throughput.py)",
             )
         )
     lines.append(
@@ -166,6 +167,40 @@ def explain_throughput(step: Step, gpu: Gpu, launch_us: float, table: dict[str, 
         )
     )
     return lines
+
+
+def _kernel_line(step: Step, gpu: Gpu, costs: Costs) -> Line:
+    """The largest matrix product of the step, as the example."""
+    kernel = max(step.kernels, key=lambda k: k.flops)
+    batch, m, k, n = kernel.shape
+    return Line(
+        f"time of one product, e.g. {kernel.scope}.{kernel.name}",
+        "fixed time + ⌈batch · ⌈m/128⌉ · ⌈n/128⌉ · parts / multiprocessors⌉ · 2 · 128² · k / parts / (peak / "
+        "multiprocessors), the cheapest of 1, 2, 4, 8 parts of k; at least bytes / bandwidth",
+        f"{costs.kernel_us:g} µs; batch {batch}, m {m}, k {k}, n {n}; {gpu.multiprocessors} multiprocessors",
+        f"{kernel_ms(kernel, gpu, step.setting.precision, costs.kernel_us):.4f} ms",
+        "tile and wave quantisation, NVIDIA's Matrix Multiplication Background guide; tile 128 fits an H200's fp32",
+    )
+
+
+def _rate_lines(gpu: Gpu, precision: str) -> list[Line]:
+    return [
+        Line(
+            "rate of matrix products",
+            "peak of the precision",
+            f"{gpu.matmul_tflops(precision):g} TFLOP/s",
+            f"{gpu.matmul_tflops(precision) / gpu.multiprocessors:.3f} TFLOP/s a multiprocessor",
+            gpu.source,
+        ),
+        Line(
+            "rate of passes over memory",
+            "share · bandwidth (decimal GB/s)",
+            f"{EVEN:g} (one shape), {FOREACH:g} (lists of tensors), {UNEVEN:g} (broadcast, reduce, gather) · "
+            f"{gpu.bandwidth_gb_s:g}",
+            f"{EVEN * gpu.bandwidth_gb_s:.0f}, {FOREACH * gpu.bandwidth_gb_s:.0f}, {UNEVEN * gpu.bandwidth_gb_s:.0f}",
+            f"{gpu.source}; shares measured on an H200",
+        ),
+    ]
 
 
 def sizes(nbytes: float) -> str:

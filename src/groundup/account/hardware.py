@@ -29,6 +29,8 @@ class Gpu:
     """The datasheet's memory size (GB as the vendor prints it)."""
     memory_gib: float
     """What CUDA reports as the device's total memory, GiB (2**30 bytes)."""
+    multiprocessors: int
+    """Streaming multiprocessors: what takes a tile of a matrix product at a time."""
     source: str
     cublas_workspace_mib: float = 8.125
     """What torch gives cuBLAS for each thread and stream: 8.125 MiB, 32 MiB from Hopper on."""
@@ -41,20 +43,20 @@ class Gpu:
 
 
 _TABLE = [
-    Gpu("h200", 989, 494, 67, 4800, 141, 139.8, "NVIDIA H200 datasheet (SXM, without sparsity)", 32),
-    Gpu("h200-measured", 700, 390, 51, 4273, 141, 139.8, "measured: torch 2.11, matmul n = 16384 and copy", 32),
-    Gpu("h100-sxm", 989, 494, 67, 3350, 80, 79.1, "NVIDIA H100 datasheet (SXM5, without sparsity)", 32),
-    Gpu("h100-pcie", 756, 378, 51, 2000, 80, 79.1, "NVIDIA H100 datasheet (PCIe, without sparsity)", 32),
-    Gpu("a100-sxm-80gb", 312, 156, 19.5, 2039, 80, 79.2, "NVIDIA A100 80GB datasheet (SXM4)"),
-    Gpu("a100-sxm-40gb", 312, 156, 19.5, 1555, 40, 39.4, "NVIDIA A100 40GB datasheet (SXM4)"),
-    Gpu("a100-pcie-80gb", 312, 156, 19.5, 1935, 80, 79.2, "NVIDIA A100 80GB datasheet (PCIe)"),
-    Gpu("b200", 2250, 1125, 75, 7700, 180, 178.4, "NVIDIA HGX B200 datasheet (per GPU, dense)", 32),
-    Gpu("l40s", 362, 183, 91.6, 864, 48, 44.4, "NVIDIA L40S datasheet (dense)"),
-    Gpu("l4", 121, 60, 30.3, 300, 24, 22.0, "NVIDIA L4 datasheet (without sparsity)"),
-    Gpu("a10", 125, 62.5, 31.2, 600, 24, 22.1, "NVIDIA A10 datasheet (dense)"),
-    Gpu("rtx-5090", 209.5, 104.8, 104.8, 1792, 32, 31.4, "NVIDIA RTX Blackwell whitepaper (FP32 accumulate)"),
-    Gpu("rtx-4090", 165.2, 82.6, 82.6, 1008, 24, 23.6, "NVIDIA Ada whitepaper (FP32 accumulate)"),
-    Gpu("rtx-3090", 71, 35.6, 35.6, 936, 24, 23.7, "NVIDIA GA102 whitepaper (FP32 accumulate)"),
+    Gpu("h200", 989, 494, 67, 4800, 141, 139.8, 132, "NVIDIA H200 datasheet (SXM, without sparsity)", 32),
+    Gpu("h200-measured", 700, 390, 51, 4273, 141, 139.8, 132, "measured: torch 2.11, matmul n = 16384, copy", 32),
+    Gpu("h100-sxm", 989, 494, 67, 3350, 80, 79.1, 132, "NVIDIA H100 datasheet (SXM5, without sparsity)", 32),
+    Gpu("h100-pcie", 756, 378, 51, 2000, 80, 79.1, 114, "NVIDIA H100 datasheet (PCIe, without sparsity)", 32),
+    Gpu("a100-sxm-80gb", 312, 156, 19.5, 2039, 80, 79.2, 108, "NVIDIA A100 80GB datasheet (SXM4)"),
+    Gpu("a100-sxm-40gb", 312, 156, 19.5, 1555, 40, 39.4, 108, "NVIDIA A100 40GB datasheet (SXM4)"),
+    Gpu("a100-pcie-80gb", 312, 156, 19.5, 1935, 80, 79.2, 108, "NVIDIA A100 80GB datasheet (PCIe)"),
+    Gpu("b200", 2250, 1125, 75, 7700, 180, 178.4, 148, "NVIDIA HGX B200 datasheet (per GPU, dense)", 32),
+    Gpu("l40s", 362, 183, 91.6, 864, 48, 44.4, 142, "NVIDIA L40S datasheet (dense)"),
+    Gpu("l4", 121, 60, 30.3, 300, 24, 22.0, 58, "NVIDIA L4 datasheet (without sparsity)"),
+    Gpu("a10", 125, 62.5, 31.2, 600, 24, 22.1, 72, "NVIDIA A10 datasheet (dense)"),
+    Gpu("rtx-5090", 209.5, 104.8, 104.8, 1792, 32, 31.4, 170, "NVIDIA RTX Blackwell whitepaper (FP32 accumulate)"),
+    Gpu("rtx-4090", 165.2, 82.6, 82.6, 1008, 24, 23.6, 128, "NVIDIA Ada whitepaper (FP32 accumulate)"),
+    Gpu("rtx-3090", 71, 35.6, 35.6, 936, 24, 23.7, 82, "NVIDIA GA102 whitepaper (FP32 accumulate)"),
 ]
 
 GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _TABLE}

@@ -100,16 +100,16 @@ def clone(x: Tensor, shape: Shape | None = None) -> Tensor:
     return attach(result("copy", shape or x.shape, x.dtype, x), record("copy", [x], backward))
 
 
-def cast(x: Tensor, dtype: DType) -> Tensor:
+def cast(x: Tensor, dtype: DType, name: str = "cast") -> Tensor:
     """`x` in another type; itself when it has that type already."""
     if x.dtype == dtype:
         return x
 
     def backward(grad: Tensor) -> list[Tensor]:
-        return [result("cast", grad.shape, before, grad)]
+        return [result(name, grad.shape, before, grad)]
 
     before = x.dtype
-    return attach(result("cast", x.shape, dtype, x), record("cast", [x], backward))
+    return attach(result(name, x.shape, dtype, x), record(name, [x], backward))
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Everything the account predicts of one step, under the names that the `step` benchmark measures."""
 
+from groundup.account.device import EAGER, Costs
 from groundup.account.flops import flops
 from groundup.account.hardware import gpu as gpu_named
 from groundup.account.memory import Setting, table_of, trace
@@ -20,13 +21,14 @@ def predict_step(
     grad: bool = False,
     loss: bool = True,
     gpu: str = "h200-measured",
-    launch_us: float = 8.0,
+    costs: Costs = EAGER,
 ) -> dict[str, float]:
     """Flat keys: parameters.* (counts), flops.* (FLOP), memory.* (bytes), time.* (milliseconds), tokens_per_second.
 
     mode forward | forward-backward | train-step; precision fp32 | tf32 | bf16-mixed | bf16-pure; `grad`, `loss`: for
-    mode forward, whether autograd records and whether the loss is computed. memory.peak is the steady step's, as
-    torch.cuda.max_memory_allocated has it, cuBLAS's workspace included. Raises UserError.
+    mode forward, whether autograd records and whether the loss is computed; `costs`: of an eager step beside the GPU's
+    rates. memory.peak is the steady step's, as torch.cuda.max_memory_allocated has it, cuBLAS's workspace included.
+    Raises UserError.
     """
     device = gpu_named(gpu)
     setting = Setting(
@@ -42,7 +44,7 @@ def predict_step(
         work["convention"] /= 3
     table |= {f"flops.{key}": value for key, value in work.items()}
     table |= {f"memory.{key}": value for key, value in table_of(config, step).items()}
-    speed = throughput(config, step, device, launch_us)
+    speed = throughput(config, step, device, costs)
     outside = ("tokens_per_second", "mfu")
     table |= {key if key in outside else f"time.{key}": value for key, value in speed.items()}
     return table

@@ -8,7 +8,7 @@ from groundup.account.tape import Shape, Tensor
 
 def _lowered(x: Tensor) -> Tensor:
     """A matrix product's operand under autocast."""
-    return cast(x, "bf16") if x.tape.autocast else x
+    return cast(x, "bf16", "autocast") if x.tape.autocast else x
 
 
 def product(name: str, a: Tensor, b: Tensor, shape: Shape, sizes: tuple[int, int, int, int]) -> Tensor:

@@ -202,6 +202,6 @@ class AdamW:
             nbytes = sum(p.nbytes for p in group)
             root = [tape.empty(p.shape, p.dtype, "root") for p in group]
             for name, passes in self.PASSES:
-                tape.kernels.append(Kernel(f"foreach_{name}", tape.phase, tape.scope, passes * nbytes))
+                tape.kernels.append(Kernel(f"foreach_{name}", tape.phase, tape.scope, passes * nbytes, even=True))
             del root
             tape.scope = ""

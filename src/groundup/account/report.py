@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from groundup.account.device import Costs
 from groundup.account.explain import (
     Line,
     explain_flops,
@@ -231,7 +232,7 @@ def throughput_report(
     config: ModelConfig,
     setting: Setting,
     gpu: Gpu,
-    launch_us: float,
+    costs: Costs,
     tokens: int = 0,
     dollars_per_hour: float = 0.0,
     gpus: int = 1,
@@ -239,18 +240,18 @@ def throughput_report(
     """Step time, MFU, days and cost, and the largest batch that fits."""
     setting = setting.checked(config)
     step = trace(config, setting)
-    table = throughput(config, step, gpu, launch_us, tokens, dollars_per_hour, gpus)
+    table = throughput(config, step, gpu, costs, tokens, dollars_per_hour, gpus)
     fits = max_batch(config, setting, gpu.memory_gib)
     rows = [
         (
-            *(name, *(f"{table[f'{name}.{part}']:.3f}" for part in ("matmul", "elementwise", "launch"))),
+            *(name, *(f"{table[f'{name}.{part}']:.3f}" for part in ("matmul", "elementwise", "idle", "launch"))),
             *(f"{table[f'{name}.kernels']}", f"{table[name]:.3f}"),
         )
         for name in ("forward", "backward", "optimizer")
         if name in table
     ]
-    rows.append(("step", "", "", "", "", f"{table['step']:.3f}"))
-    headers = ("phase", "matrix products", "other kernels", "launches", "kernels", "time, ms")
+    rows.append(("step", "", "", "", "", "", f"{table['step']:.3f}"))
+    headers = ("phase", "matrix products", "other kernels", "waiting", "host", "kernels", "time, ms")
     figures = [
         ("tokens a second", f"{table['tokens_per_second']:,.0f}"),
         ("MFU", f"{_percent(table['mfu'])} of {gpu.matmul_tflops(setting.precision):g} TFLOP/s"),
@@ -266,12 +267,15 @@ def throughput_report(
     outside = ("tokens_per_second", "mfu", "steps", "days", "gpu_hours", "cost")
     values: dict[str, Any] = {k if k in outside else f"time.{k}": v for k, v in table.items()}
     values |= {"parameters.total": parameters(config)["total"], "memory.max_batch": fits}
-    title = f"Step time on {gpu.name}: {_shape_of(config)}; {_conditions(setting)}\nPeaks: {gpu.source}; milliseconds"
-    more = {"gpu": asdict(gpu), "launch_us": launch_us, "setting": _setting(setting)}
+    title = (
+        f"Step time on {gpu.name}: {_shape_of(config)}; {_conditions(setting)}\nPeaks: {gpu.source}; milliseconds\n"
+        f"time = products + others + waiting for the host, which takes {costs.launch_us:g} µs for an operation"
+    )
+    more = {"gpu": asdict(gpu), **asdict(costs), "setting": _setting(setting)}
     return Report(
         _document("throughput", config, values, **more),
         [Table(title, headers, rows), Table("In all", ("figure", "value"), figures)],
-        explain_throughput(step, gpu, launch_us, table),
+        explain_throughput(step, gpu, costs, table),
     )
 
 

@@ -46,6 +46,8 @@ class Kernel:
     """Type of the matrix product's operands."""
     shape: tuple[int, int, int, int] = (0, 0, 0, 0)
     """batch, m, k, n of the matrix product."""
+    even: bool = False
+    """Whether all tensors have one shape, so that torch's vectorised kernel runs: no broadcast, no reduction."""
 
 
 class Storage:
@@ -275,7 +277,8 @@ class Tape:
         """Record a kernel that touches each of `tensors` once."""
         dtype = tensors[0].dtype if flops else "fp32"
         nbytes = sum(t.nbytes for t in tensors)
-        self.kernels.append(Kernel(name, self.phase, self.scope, nbytes, flops, dtype, shape))
+        even = not flops and all(t.shape == tensors[0].shape for t in tensors)
+        self.kernels.append(Kernel(name, self.phase, self.scope, nbytes, flops, dtype, shape, even))
 
     def reserve_workspace(self) -> None:
         """cuBLAS takes scratch memory once for each thread that multiplies: the caller's, and autograd's."""

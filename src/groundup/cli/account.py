@@ -60,10 +60,12 @@ class MemoryArgs(FlopsArgs):
 
 @dataclass(frozen=True)
 class ThroughputArgs(MemoryArgs):
-    """Time of a step from peak rates; MFU, tokens a second, days and cost; the largest batch that fits."""
+    """Time of an eager step; MFU, tokens a second, days and cost; the largest batch that fits."""
 
-    launch_us: float = 8.0
-    """Microseconds the host needs to launch one kernel in eager mode."""
+    launch_us: float = 28.0
+    """Microseconds the host needs for one operation in eager mode; measured beside an H200, other hosts differ much."""
+    kernel_us: float = 4.5
+    """Microseconds that each kernel takes on the device beside its work."""
     tokens: float = 0
     """Tokens to train on (1e9 is allowed); 0: none."""
     price: float = 0.0
@@ -116,6 +118,7 @@ def _config(args: ParamsArgs) -> ModelConfig:
 
 def _report(args: ParamsArgs):
     from groundup.account import report
+    from groundup.account.device import Costs
     from groundup.account.hardware import gpu
     from groundup.account.memory import Setting
 
@@ -135,9 +138,10 @@ def _report(args: ParamsArgs):
     )
     if not isinstance(args, ThroughputArgs):
         return report.memory_report(config, setting)
-    for name in ("launch_us", "tokens", "price"):
+    for name in ("launch_us", "kernel_us", "tokens", "price"):
         if getattr(args, name) < 0:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must not be negative")
     if args.gpus < 1:
         raise UserError(f"--gpus is {args.gpus}; it must be at least 1")
-    return report.throughput_report(config, setting, device, args.launch_us, int(args.tokens), args.price, args.gpus)
+    costs = Costs(args.launch_us, args.kernel_us)
+    return report.throughput_report(config, setting, device, costs, int(args.tokens), args.price, args.gpus)
