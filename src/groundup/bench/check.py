@@ -1,8 +1,8 @@
 """Predicted, measured, error: the account's predictions held against the `step` benchmark's cells.
 
 Targets: counts (parameters, optimizer state, gradients, FLOPs) exact; memory held between steps 1%; peak memory 5%
-and step time 15%, both in eager mode. What was not measured (memory on the CPU) or is not predicted (the peak of a compiled
-model, its step time) is said to be so, never passed.
+and step time 15%, both in eager mode. What was not measured (memory on the CPU) or is not predicted (a compiled
+model's peak and step time) is said to be so, never passed.
 """
 
 from collections.abc import Callable, Sequence
