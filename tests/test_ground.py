@@ -1,12 +1,20 @@
 """The ground floor: atomic files, and what an import may bring with it."""
 
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from groundup.errors import UserError
 from groundup.files import directory_written_aside, write_atomic
+
+
+def write_directory(target: Path, text: str) -> None:
+    with directory_written_aside(target) as aside:
+        (aside / "a").write_text(text)
 
 
 def test_write_atomic_replaces_and_leaves_nothing_behind(tmp_path: Path):
@@ -46,6 +54,69 @@ def test_directory_is_exchanged_only_when_complete(tmp_path: Path):
         fails()
     assert [p.name for p in target.iterdir()] == ["b"]
     assert [p.name for p in tmp_path.iterdir()] == ["d"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems take two renames")
+def test_a_reader_finds_the_directory_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Names are exchanged in one step, not by renames between which the target is away."""
+    write_directory(tmp_path / "d", "1")
+    monkeypatch.setattr("os.rename", lambda *_: pytest.fail("the target left its place"))
+    write_directory(tmp_path / "d", "2")
+    assert (tmp_path / "d" / "a").read_text() == "2"
+    assert [p.name for p in tmp_path.iterdir()] == ["d"]
+
+
+def test_without_an_exchange_the_old_directory_comes_back_when_the_new_one_cannot_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    target, real = tmp_path / "d", os.rename
+    monkeypatch.setattr("ctypes.CDLL", lambda _: object())  # a system without renameat2
+
+    def fails_second(old: Path, new: Path) -> None:
+        if new == target and old.suffix == ".tmp":
+            raise KeyboardInterrupt
+        real(old, new)
+
+    write_directory(target, "1")
+    write_directory(target, "2")
+    with monkeypatch.context() as patch:
+        patch.setattr("os.rename", fails_second)
+        with pytest.raises(KeyboardInterrupt):
+            write_directory(target, "3")
+    assert (target / "a").read_text() == "2"
+    assert [p.name for p in tmp_path.iterdir()] == ["d"]
+
+
+def test_what_killed_writers_left_is_removed_and_what_living_ones_write_is_not(tmp_path: Path):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    for name in (f".d.{dead.pid}.tmp", f".d.{os.getppid()}.tmp", f".e.{dead.pid}.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half").write_text("")
+    write_directory(tmp_path / "d", "1")
+    assert {p.name for p in tmp_path.iterdir()} == {"d", f".d.{os.getppid()}.tmp", f".e.{dead.pid}.tmp"}
+
+
+def test_a_link_keeps_leading_to_the_directory_and_a_file_is_refused(tmp_path: Path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    write_directory(tmp_path / "link", "1")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "a").read_text() == "1"
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match="file: is a file; name a directory"):
+        write_directory(tmp_path / "file", "2")
+    assert (tmp_path / "file").read_text() == "mine"
+    assert {p.name for p in tmp_path.iterdir()} == {"real", "link", "file"}
+
+
+@pytest.mark.parametrize("write", [write_atomic, write_directory])
+def test_a_full_disk_is_reported_with_a_name(write: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """write(2) and fsync(2) know no file name, so the system's error has none."""
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space") as caught:
+        write(tmp_path / "target", "new")
+    assert caught.value.filename == str(tmp_path / "target")
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,22 @@
 
 A reader sees the old content or the new, never a mixture, whatever happens in between (a crash, `kill -9`, a
 full disk). POSIX: rename(2) replaces atomically within a file system; fsync(2) of the file before it and of the
-directory after it makes the order hold across a power failure.
+directory after it makes the order hold across a power failure. A full directory is replaced by exchanging two names,
+which Linux does in one step; elsewhere it takes two renames.
 """
 
+import ctypes
 import os
+import re
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+
+from groundup.errors import UserError
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 
 
 def fsync_path(path: Path) -> None:
@@ -22,16 +30,17 @@ def fsync_path(path: Path) -> None:
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
-    """Replace `path` by `data` (str is written as UTF-8)."""
+    """Replace `path` by `data` (str is written as UTF-8). An OSError names the file it is about."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(aside, "wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
+        with _named(path):
+            with open(aside, "wb") as file:
+                file.write(data.encode() if isinstance(data, str) else data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, path)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
@@ -42,29 +51,77 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 def directory_written_aside(target: Path) -> Generator[Path]:
     """Yield an empty directory beside `target`; when the block ends well, it takes `target`'s place.
 
-    An existing `target` stays until then, and stays for good when the block raises. The exchange is two renames
-    (POSIX cannot replace a full directory in one); between them only the old content under a `.old` name and the
-    complete new content exist, so nothing is ever half-written.
+    An existing `target` stays until then, and stays for good when the block raises; of a symbolic link the directory
+    it leads to is replaced. What a killed process left aside for this `target` is deleted first. Raises UserError where
+    `target` is a file; an OSError names `target` where the system names nothing.
     """
-    target = Path(target)
+    target = Path(target).resolve()
+    if target.exists() and not target.is_dir():
+        raise UserError(f"{target}: is a file; name a directory")
     target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(target)
     aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     try:
-        yield aside
-        for path in aside.rglob("*"):
-            fsync_path(path)
-        fsync_path(aside)
-        if target.exists():
-            old = target.with_name(f".{target.name}.{os.getpid()}.old")
-            shutil.rmtree(old, ignore_errors=True)
-            os.rename(target, old)
-            os.rename(aside, target)
-            shutil.rmtree(old)
-        else:
-            os.rename(aside, target)
+        with _named(target):
+            yield aside
+            for path in aside.rglob("*"):
+                fsync_path(path)
+            fsync_path(aside)
+            if target.exists():
+                _exchange(aside, target)
+            else:
+                os.rename(aside, target)
+            fsync_path(target.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)  # the old content, or the unfinished new one
+
+
+def _exchange(a: Path, b: Path) -> None:
+    """Let two directories change names: in one step where the system can (Linux on most file systems), else in three.
+
+    Rejected: rename(2) over `b`, which POSIX allows for an empty directory only.
+    """
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    if renameat2 and renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+        return
+    between = b.with_name(f".{b.name}.{os.getpid()}.old")
+    os.rename(b, between)
+    try:
+        os.rename(a, b)
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(between, b)
         raise
-    fsync_path(target.parent)
+    os.rename(between, a)
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Delete what writers of `target` left beside it when they were killed: their process is gone."""
+    for path in target.parent.iterdir():
+        left = re.fullmatch(rf"\.{re.escape(target.name)}\.(\d{{1,9}})\.tmp", path.name)
+        if left and not _is_another(int(left[1])):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_another(pid: int) -> bool:
+    """Whether `pid` is a living process other than this one."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it lives and belongs to someone else
+        return True
+    return True
+
+
+@contextmanager
+def _named(path: Path) -> Generator[None]:
+    """Put `path` into an OSError without a file name, such as that of a write to a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
