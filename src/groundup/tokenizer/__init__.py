@@ -5,6 +5,7 @@
     formats.py     Hugging Face's tokenizer.json, vocab.json + merges.txt
     byte_level.py  bytes as printable characters, as those files write them
     reference.py   the trainer and the encoder in plain Python, for readers and tests
+    ladder/        the plain trainer made faster step by step, for readers
 
 Imports neither numpy nor torch.
 """
