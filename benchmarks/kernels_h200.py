@@ -358,7 +358,7 @@ def rms_case(width, n_rows=32768):
     for name, function in functions.items():
         leaves = [x.detach().requires_grad_() for x, _ in data]
         with torch.no_grad():
-            forward = graph_ms([lambda x=x: function(x, w) for x in leaves])
+            forward = graph_ms([lambda x=x, f=function: f(x, w) for x in leaves])
         outs = [function(x, w) for x in leaves]
         backward = graph_ms([
             lambda o=o, x=x, g=g: torch.autograd.grad(o, (x, w), g, retain_graph=True)

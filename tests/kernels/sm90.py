@@ -24,11 +24,16 @@ class Report:
     ptx: str
 
 
-def compile_kernel(kernel, signature: dict, constexprs: dict, source=None, **options) -> Report:
-    """`signature`: argument → Triton type ("*bf16", "tensordesc<bf16[1, 1, 64, 64]>", "i32", "fp32")."""
+def compile_kernel(kernel, signature: dict, constexprs: dict, source=None, aligned=(), **options) -> Report:
+    """`signature`: argument → Triton type ("*bf16", "tensordesc<bf16[1, 1, 64, 64]>", "i32", "fp32").
+
+    `aligned`: integers that are multiples of 16; pointers always are, as torch's allocations.
+    """
     source = source or triton.compiler.ASTSource
     full = {name: "constexpr" if name in constexprs else signature[name] for name in kernel.arg_names}
-    done = triton.compile(source(kernel, full, constexprs), target=TARGET, options=options)
+    multiples = [i for i, name in enumerate(kernel.arg_names) if name in aligned or full[name].startswith("*")]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in multiples}
+    done = triton.compile(source(kernel, full, constexprs, attributes), target=TARGET, options=options)
     ptx = done.asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"

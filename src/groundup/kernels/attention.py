@@ -51,17 +51,19 @@ def attention(
     `causal`: the last query is aligned with the last key. `scale` None: 1 / √d. `window`: keys a query sees counting
     back from its own place, 0 for no limit. `softcap`: scores become softcap · tanh(score / softcap), 0 for none.
     `documents`: ids that do not decrease along the sequence; a query sees its own document only (a pair: those of the
-    queries, those of the keys). `deterministic` False lets the Hopper backward add in any order, which is faster. `return_lse`: also
-    the natural logsumexp (batch, n_heads, n_q) float32, which has a gradient. A query that sees no key gives 0 and -inf.
-    Under autocast q, k and v go to its type. Raises UserError for shapes that do not fit and for a backend that cannot
-    run here.
+    queries, those of the keys). `deterministic` False lets the Hopper backward add in any order, which is faster.
+    `return_lse`: also the natural logsumexp (batch, n_heads, n_q) float32, which has a gradient. A query that sees no
+    key gives 0 and -inf. Under autocast q, k and v go to its type. Raises UserError for shapes that do not fit and
+    for a backend that cannot run here.
     """
     q, k, v = autocast(q, k, v)
     check(q, k, v, window, softcap, scale)
     pair = (documents, documents) if isinstance(documents, Tensor) else documents
     rule = Rule(causal, window, softcap, scale or 1 / sqrt(q.shape[-1]))
-    plain = not (window or softcap or pair or return_lse or scale)
-    chosen = pick(backend, q, v, plain)
+    bare = not (window or softcap or pair is not None)
+    chosen = pick(backend, q, v, bare and not return_lse and scale is None)
+    if chosen in ("auto", "flash-hopper"):
+        chosen = hopper_or_triton(chosen, flash_hopper.obstacle(q, k, v, causal, bare))
     if chosen == "flash-torch":
         return flash_attention(q, k, v, causal)
     if chosen == "sdpa":
@@ -100,14 +102,14 @@ def check(q: Tensor, k: Tensor, v: Tensor, window: int, softcap: float, scale: f
 
 
 def pick(backend: str, q: Tensor, v: Tensor, plain: bool) -> str:
-    """The backend that runs. `plain`: causal or full with the usual scale, nothing else asked for."""
+    """The backend that runs; "auto" stays where one of the GPU kernels does. `plain`: causal or full, nothing else."""
     if backend not in BACKENDS:
         raise UserError(f'attention backend "{backend}" does not exist{nearest_name(backend, BACKENDS)}')
     fits = max(q.shape[-1], v.shape[-1]) <= 256 and q.dtype != torch.float64
     if backend == "auto":
         if not (q.is_cuda and fits and runs_triton(q)):
             return "reference"
-        return "flash-hopper" if flash_hopper.applies(q, v) else "flash-triton"
+        return "auto"
     if backend in ("flash-torch", "sdpa") and not plain:
         note_fallback(f"attention backend {backend}", "knows causal and full only; using reference")
         return "reference"
@@ -120,6 +122,13 @@ def pick(backend: str, q: Tensor, v: Tensor, plain: bool) -> str:
             )
             return "reference"
     return backend
+
+
+def hopper_or_triton(asked: str, obstacle: str) -> str:
+    """The Hopper kernels where nothing stands against them; said aloud when they were asked for by name."""
+    if obstacle and asked == "flash-hopper":
+        note_fallback("attention backend flash-hopper", f"{obstacle}; using flash-triton")
+    return "flash-triton" if obstacle else "flash-hopper"
 
 
 def reference(
@@ -166,7 +175,7 @@ def forward_op(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output and logsumexp; on_q and on_k are the document intervals."""
     rule = Rule(causal, window, softcap, scale, None if on_q is None or on_k is None else (on_q, on_k))
-    if hopper and flash_hopper.ready(q, k, v, rule):
+    if hopper and flash_hopper.proven(q):
         return flash_hopper.attention_forward(q, k, v, rule)
     return flash_triton.attention_forward(q, k, v, rule)
 
@@ -185,7 +194,7 @@ def backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v."""
     rule = Rule(causal, window, softcap, scale, None if on_q is None or on_k is None else (on_q, on_k))
-    if hopper and not deterministic and flash_hopper.ready(q, k, v, rule):
+    if hopper and not deterministic and flash_hopper.proven(q):
         return flash_hopper.attention_backward(d_out, d_lse, q, k, v, out, lse, rule)
     return flash_triton.attention_backward(d_out, d_lse, q, k, v, out, lse, rule)
 

@@ -9,27 +9,22 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from groundup.errors import UserError, nearest_name
 
-
-@cache
-def has_triton() -> bool:
-    """Whether Triton can be imported."""
-    return find_spec("triton") is not None
-
-
-def interpreting() -> bool:
-    """Whether Triton runs its kernels in Python on the CPU (TRITON_INTERPRET=1, read when Triton is imported)."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+HAS_TRITON = find_spec("triton") is not None
+"""Whether Triton can be imported."""
+INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") == "1"
+"""Whether Triton runs its kernels in Python on the CPU; fixed when Triton is imported."""
 
 
 def runs_triton(x: Tensor) -> bool:
     """Whether a Triton kernel can run on `x`: on a GPU, or on the CPU when interpreting."""
-    return has_triton() and (x.is_cuda or (x.device.type == "cpu" and interpreting()))
+    return HAS_TRITON and (x.is_cuda or (x.device.type == "cpu" and INTERPRETING))
 
 
 def choose(backend: str, x: Tensor, legal: Sequence[str] = ("auto", "triton", "torch")) -> str:
@@ -37,17 +32,23 @@ def choose(backend: str, x: Tensor, legal: Sequence[str] = ("auto", "triton", "t
     if backend not in legal:
         raise UserError(f'kernel backend "{backend}" does not exist{nearest_name(backend, legal)}')
     if backend == "auto":
-        return "triton" if x.is_cuda and has_triton() else "torch"
+        return "triton" if x.is_cuda and HAS_TRITON else "torch"
     if backend == "triton" and not runs_triton(x):
-        why = "Triton is not installed" if not has_triton() else f"the tensor is on {x.device}"
+        why = "Triton is not installed" if not HAS_TRITON else f"the tensor is on {x.device}"
         raise UserError(f'kernel backend "triton" cannot run: {why}; use "auto" or "torch"')
     return backend
 
 
+@torch.compiler.assume_constant_result
 @cache
 def note_fallback(what: str, why: str) -> None:
     """Say once a process that a fast path was left for a slower one."""
     warnings.warn(f"{what}: {why}", stacklevel=3)
+
+
+def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+    """Start `programs` programs of a Triton kernel."""
+    kernel[(programs,)](*arguments, **constants)
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager:
@@ -60,7 +61,8 @@ def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one block may use; the interpreter has no limit."""
     if device.type != "cuda":
         return 1 << 30
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin
 
 
 @cache

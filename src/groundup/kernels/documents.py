@@ -1,7 +1,7 @@
 """Document masks as intervals: several documents in one sequence, none sees another.
 
-A query of document a sees the keys [lo, hi) of document a, cut by causality and window; turned round, a key is seen by an
-interval of queries. The kernels read these intervals instead of a (queries × keys) mask: 16 bytes a token.
+A query of document a sees the keys [lo, hi) of document a, cut by causality and window; turned round, a key is seen
+by an interval of queries. The kernels read these intervals instead of a (queries × keys) mask: 16 bytes a token.
 """
 
 import torch

@@ -138,8 +138,8 @@ def attention_backward(
 class FlashAttention(torch.autograd.Function):
     """`FlashAttention.apply(q, k, v, is_causal=False)`.
 
-    q (..., n_q, d), k (..., n_k, d), v (..., n_k, d_v) → (..., n_q, d_v). Saves the logsumexp (natural, of the scaled scores), q, k, v and the output. Leading dimensions must be equal.
-    A second derivative is refused.
+    q (..., n_q, d), k (..., n_k, d), v (..., n_k, d_v) → (..., n_q, d_v). Saves the logsumexp (natural, of the scaled
+    scores), q, k, v and the output. Leading dimensions must be equal. A second derivative is refused.
     """
 
     @staticmethod
@@ -150,7 +150,8 @@ class FlashAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        (d_out,) = grads
         lse, q, k, v, out = ctx.saved_tensors
         return *FlashAttentionBackward.apply(q, k, v, out, lse, d_out, ctx.is_causal), None
 

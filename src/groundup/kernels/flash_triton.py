@@ -1,7 +1,7 @@
 """Launching the attention kernels in Triton: descriptors, tile sizes, empty inputs.
 
-Works on every GPU that Triton supports, and on the CPU under its interpreter. q is (batch, n_heads, n_q, d), k and v are
-(batch, n_kv_heads, n_k, d) and (…, d_v), with any strides; what a tensor-memory descriptor cannot address (a last
+Works on every GPU that Triton supports, and on the CPU under its interpreter. q is (batch, n_heads, n_q, d), k and v
+are (batch, n_kv_heads, n_k, d) and (…, d_v), with any strides; what a tensor-memory descriptor cannot address (a last
 stride other than 1, rows not on 16 bytes, expanded dimensions) is copied first.
 """
 
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from groundup.kernels.backend import interpreting, on_device_of, shared_memory
+from groundup.kernels.backend import INTERPRETING, launch, on_device_of, shared_memory
 
 LOG2E = log2(e)
 L2_BYTES_FORWARD, L2_BYTES_BACKWARD = 32 << 20, 8 << 20
-"""Keys and values (backward: also queries and output gradients) of the heads that run side by side; measured on H200."""
+"""Keys and values (backward: also queries and output gradients) of the heads that run side by side; measured on
+H200."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def score_factors(rule: Rule) -> tuple[float, float]:
 
 def constants(rule: Rule, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
     """The compile-time arguments that all three kernels share."""
-    upcast = interpreting() and q.dtype == torch.bfloat16
+    upcast = INTERPRETING and q.dtype == torch.bfloat16
     return {
         "GROUP": q.shape[1] // k.shape[1],
         "D": block_width(q.shape[-1]),
@@ -154,7 +155,9 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tens
     bytes_a_head = n_k * (q.shape[-1] + v.shape[-1]) * q.itemsize // fixed["GROUP"]
     lo, hi = (lse, lse) if rule.intervals is None else rule.intervals[0].unbind()
     with on_device_of(q):
-        forward_kernel[(-(-n_q // tile.block_q) * batch * heads,)](
+        launch(
+            forward_kernel,
+            -(-n_q // tile.block_q) * batch * heads,
             describe(q, tile.block_q, fixed["D"]),
             describe(k, tile.block_k, fixed["D"]),
             describe(v, tile.block_k, fixed["D_V"]),
@@ -199,17 +202,20 @@ def trimmed(x: Tensor, width: int) -> Tensor:
     return x if x.shape[-1] == width else x[..., :width].contiguous()
 
 
-def row_statistics(out: Tensor, d_out: Tensor, lse: Tensor, d_lse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(rowsum(O ∘ dO) - dL, logsumexp in base 2), each (batch, n_heads, n_q) float32."""
+def row_statistics(
+    out: Tensor, d_out: Tensor, lse: Tensor, d_lse: Tensor | None, n_padded: int = 0
+) -> tuple[Tensor, Tensor]:
+    """(rowsum(O ∘ dO) - dL, logsumexp in base 2), each (batch, n_heads, n_padded or n_q) float32."""
     from groundup.kernels.flash_triton_backward import delta_kernel
 
     batch, heads, n_q, d_v = out.shape
     out, d_out = (x if x.stride(-1) == 1 else x.contiguous() for x in (out, d_out))
-    delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
+    n_padded = n_padded or n_q
+    delta, lse2 = (lse.new_empty(batch, heads, n_padded) for _ in range(2))
     block = 16 if out.device.type == "cpu" else 64
     with on_device_of(out):
-        delta_kernel[(-(-n_q // block) * batch * heads,)](
-            out, d_out, lse, lse if d_lse is None else d_lse.contiguous(), delta, lse2, n_q, heads,
+        launch(delta_kernel, -(-n_padded // block) * batch * heads,
+            out, d_out, lse, lse if d_lse is None else d_lse.contiguous(), delta, lse2, n_q, n_padded, heads,
             *out.stride()[:3], *d_out.stride()[:3], d_v,
             BLOCK=block, WIDTH=block_width(d_v), HAS_D_LSE=d_lse is not None,
         )  # fmt: skip
@@ -230,7 +236,7 @@ def launch_keys(
     square = square and n_q == n_k and n_q % tile.block_k == 0 and tile.block_k % tile.block_q == 0
     bytes_a_head = n_q * (d + v.shape[-1]) * q.itemsize * fixed["GROUP"]
     lo, hi = (rows[0], rows[0]) if rule.intervals is None else rule.intervals[1].unbind()
-    keys_kernel[(-(-n_k // tile.block_k) * batch * heads,)](
+    launch(keys_kernel, -(-n_k // tile.block_k) * batch * heads,
         describe(q, tile.block_q, fixed["D"]),
         describe(k, tile.block_k, fixed["D"]),
         describe(v, tile.block_k, fixed["D_V"]),
@@ -254,7 +260,7 @@ def launch_queries(
     tile = pick_tile("queries", q.dtype, max(fixed["D"], fixed["D_V"]), q.device)
     bytes_a_head = n_k * (d + v.shape[-1]) * q.itemsize // fixed["GROUP"]
     lo, hi = (rows[0], rows[0]) if rule.intervals is None else rule.intervals[0].unbind()
-    queries_kernel[(-(-n_q // tile.block_q) * batch * heads,)](
+    launch(queries_kernel, -(-n_q // tile.block_q) * batch * heads,
         describe(q, tile.block_q, fixed["D"]),
         describe(k, tile.block_k, fixed["D"]),
         describe(v, tile.block_k, fixed["D_V"]),
@@ -280,7 +286,8 @@ class FlashAttentionTriton(torch.autograd.Function):
         return out[:, 0]
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        (d_out,) = grads
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "FlashAttention has no second derivative; use eager attention for a gradient of gradients"

@@ -5,6 +5,9 @@ split computes seven matrix products where a fused kernel computes five, but a f
 through memory in an order nobody fixes. Measured on an H200 the split was the faster of the two in Triton as well.
 """
 
+# The bodies are in Triton's language, which a Python type checker cannot read.
+# pyrefly: ignore-errors
+# ruff: noqa: SIM108
 import triton
 import triton.language as tl
 
@@ -19,16 +22,17 @@ from groundup.kernels.flash_triton_tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["n_q", "n_heads"])
+@triton.jit(do_not_specialize=["n_q", "n_padded", "n_heads"])
 def delta_kernel(
-    OUT, D_OUT, LSE, D_LSE, DELTA, LSE2, n_q, n_heads, out_batch, out_head, out_row, d_batch, d_head, d_row, width,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, HAS_D_LSE: tl.constexpr,
+    OUT, D_OUT, LSE, D_LSE, DELTA, LSE2, n_q, n_padded, n_heads, out_batch, out_head, out_row, d_batch, d_head, d_row,
+    width, BLOCK: tl.constexpr, WIDTH: tl.constexpr, HAS_D_LSE: tl.constexpr,
 ):  # fmt: skip
     """DELTA = rowsum(O ∘ dO) - dL, and LSE2, the logsumexp in base 2 with +inf for an empty row (then P is 0).
 
-    Since dL/dS = P, the logsumexp's own gradient enters dS = P ∘ (dP - D) as if D were smaller by it.
+    Rows of the two are n_padded long; what is past n_q counts as empty. Since dL/dS = P, the logsumexp's own gradient
+    enters dS = P ∘ (dP - D) as if D were smaller by it.
     """
-    n_tiles = tl.cdiv(n_q, BLOCK)
+    n_tiles = tl.cdiv(n_padded, BLOCK)
     flat = tl.program_id(0) // n_tiles
     batch = (flat // n_heads).to(tl.int64)
     head = (flat % n_heads).to(tl.int64)
@@ -42,9 +46,17 @@ def delta_kernel(
     at = flat.to(tl.int64) * n_q + i
     if HAS_D_LSE:
         delta -= tl.load(D_LSE + at, mask=i < n_q, other=0.0)
-    lse = tl.load(LSE + at, mask=i < n_q, other=0.0)
-    tl.store(DELTA + at, delta, mask=i < n_q)
-    tl.store(LSE2 + at, tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634), mask=i < n_q)
+    lse = tl.load(LSE + at, mask=i < n_q, other=float("-inf"))
+    to = flat.to(tl.int64) * n_padded + i
+    tl.store(DELTA + to, delta, mask=i < n_padded)
+    tl.store(LSE2 + to, tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634), mask=i < n_padded)
+
+
+@triton.jit(do_not_specialize=["n"])
+def scale_kernel(X, OUT, scale, n, BLOCK: tl.constexpr):
+    """OUT = X · scale in OUT's type, element by element in memory order."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(OUT + i, (tl.load(X + i, mask=i < n, other=0.0) * scale).to(OUT.dtype.element_ty), mask=i < n)
 
 
 @triton.jit
@@ -95,7 +107,8 @@ def keys_kernel(
 ):  # fmt: skip
     """dK and dV of one tile of keys; the GROUP query heads that share it are summed in registers, in order.
 
-    EVEN: n_q is a multiple of BLOCK_Q. SQUARE: causal alone, n_q = n_k, a multiple of both blocks. LO, HI (batch, n_k): the interval of queries that see a key.
+    EVEN: n_q is a multiple of BLOCK_Q. SQUARE: causal alone, n_q = n_k, a multiple of both blocks. LO, HI (batch,
+    n_k): the interval of queries that see a key.
     """
     tile, flat = longest_first(tl.program_id(0), tl.cdiv(n_k, BLOCK_K), heads_a_group, False)
     batch = flat // n_kv_heads

@@ -1,11 +1,13 @@
 """The parts that the attention kernels in Triton share: which keys a query sees, loading a tile, the softcap.
 
-Every mask here (causal, sliding window, documents) gives query i an interval of keys [lo(i), hi(i)), and both ends grow
-with i. So a tile of queries visits the tiles of keys between the first row's lo and the last row's hi, and those between
-the last row's lo and the first row's hi are seen whole: only the tiles at the two edges compare indices. The mirror
-image holds for a tile of keys and its queries.
+Every mask here (causal, sliding window, documents) gives query i an interval of keys [lo(i), hi(i)), and both ends
+grow with i. So a tile of queries visits the tiles of keys between the first row's lo and the last row's hi, and those
+between the last row's lo and the first row's hi are seen whole: only the tiles at the two edges compare indices. The
+mirror image holds for a tile of keys and its queries.
 """
 
+# The bodies are in Triton's language, which a Python type checker cannot read.
+# pyrefly: ignore-errors
 import triton
 import triton.language as tl
 

@@ -1,9 +1,10 @@
 """Output head and cross entropy in one operator that never holds all logits.
 
-Tokens are taken in chunks. A chunk's logits X Wᵀ become, in place, their own gradient softmax - onehot, which is used at
-once: dX = dlogits · W and dW += dlogitsᵀ · X. So the gradients are made in the forward pass and the backward only scales
-them. Cost: 6·N·V·D FLOPs, as without chunks, plus three passes over the logits; memory beyond both gradients: one chunk of
-logits, and dW in float32 while it is summed (over chunks a bf16 sum loses what is smaller than 1/256 of it).
+Tokens are taken in chunks. A chunk's logits X Wᵀ become, in place, their own gradient softmax - onehot, which is used
+at once: dX = dlogits · W and dW += dlogitsᵀ · X. So the gradients are made in the forward pass and the backward only
+scales them. Cost: 6·N·V·D FLOPs, as without chunks, plus three passes over the logits; memory beyond both gradients:
+one chunk of logits, and dW in float32 while it is summed (over chunks a bf16 sum loses what is smaller than 1/256 of
+it).
 
 Rejected: recomputing the logits in the backward (8·N·V·D FLOPs), skipping small gradients (Wijmans et al. 2024; faster,
 not exact), reading the number of valid tokens on the host (a synchronisation a step).
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from groundup.errors import UserError
 from groundup.kernels.attention import autocast
-from groundup.kernels.backend import choose, on_device_of
+from groundup.kernels.backend import choose, launch, on_device_of
 from groundup.kernels.flash_torch import at_least_float32
 
 IGNORE = -100
@@ -84,7 +85,7 @@ def rows_in_place(logits: Tensor, targets: Tensor, losses: Tensor, z_loss: float
     rows, vocab = logits.shape
     block = min(4096, max(16, 1 << (vocab - 1).bit_length()))
     with on_device_of(logits):
-        loss_kernel[(rows,)](
+        launch(loss_kernel, rows,
             logits, targets, losses, z_loss, softcap, vocab,
             BLOCK=block, SOFTCAP=softcap > 0, GRADS=grads, num_warps=8,
         )  # fmt: skip

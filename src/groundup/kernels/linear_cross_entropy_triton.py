@@ -1,5 +1,7 @@
 """The row kernel of linear_cross_entropy.py: loss of a row, and its gradient written over the logits."""
 
+# The bodies are in Triton's language, which a Python type checker cannot read.
+# pyrefly: ignore-errors
 import triton
 import triton.language as tl
 

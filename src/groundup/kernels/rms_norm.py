@@ -5,8 +5,9 @@ y = x · r · w with r = 1 / sqrt(mean(x²) + eps) a row (Zhang & Sennrich 2019)
     dx = r · (g - x̂ · mean(g ∘ x̂))        dw = Σ over rows of dy ∘ x̂
 
 Both are limited by memory: forward reads x and writes y, backward reads x and dy and writes dx, once each. Only r is
-saved, one float a row. dw is summed in float32 in a fixed order: every program keeps the sum of its rows, a second small
-kernel adds the programs' sums. Rejected: atomics (another order every time), sums in bf16 (Liger's early mistake).
+saved, one float a row. dw is summed in float32 in a fixed order: every program keeps the sum of its rows, a second
+small kernel adds the programs' sums. Rejected: atomics (another order every time), sums in bf16 (Liger's early
+mistake).
 """
 
 from typing import Any
@@ -16,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from groundup.errors import UserError
-from groundup.kernels.backend import choose, n_multiprocessors, note_fallback, on_device_of
+from groundup.kernels.backend import choose, launch, n_multiprocessors, note_fallback, on_device_of
 from groundup.kernels.flash_torch import at_least_float32
 
 WIDEST = 65536
@@ -83,7 +84,8 @@ class RMSNorm(torch.autograd.Function):
         return (normalised(x, eps)[0] * weight).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        (d_out,) = grads
         x, weight = ctx.saved_tensors
         return backward_x(d_out, x, weight, ctx.eps), backward_weight(d_out, x, weight, ctx.eps), None
 
@@ -114,7 +116,7 @@ def launch_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: floa
     rstd = x.new_empty(n_rows, dtype=torch.float32)
     block, a_program, warps = block_of(width)
     with on_device_of(x):
-        forward_kernel[(-(-n_rows // a_program),)](
+        launch(forward_kernel, -(-n_rows // a_program),
             rows, other, weight.contiguous(), out, total, rstd, eps, n_rows, width, rows.stride(0), other.stride(0),
             BLOCK=block, ROWS=a_program, RESIDUAL=residual is not None, num_warps=warps,
         )  # fmt: skip
@@ -163,12 +165,12 @@ def backward_op(
     programs = min(n_multiprocessors(x.device) * a_multiprocessor, -(-n_rows // a_program))
     parts = x.new_empty(programs, width, dtype=torch.float32)
     with on_device_of(x):
-        backward_kernel[(programs,)](
+        launch(backward_kernel, programs,
             rows, d_rows, extra, weight.contiguous(), rstd, d_x, parts, n_rows, width,
             rows.stride(0), d_rows.stride(0), extra.stride(0),
             BLOCK=block, ROWS=a_program, EXTRA=d_total is not None, STAGES=stages, num_warps=warps,
         )  # fmt: skip
-        sum_kernel[(-(-width // 32),)](parts, d_weight, programs, width, ROWS=64, COLUMNS=32, num_warps=4)
+        launch(sum_kernel, -(-width // 32), parts, d_weight, programs, width, ROWS=64, COLUMNS=32, num_warps=4)
     return d_x, d_weight
 
 

@@ -1,5 +1,7 @@
 """RMSNorm in Triton; rms_norm.py has the formulas."""
 
+# The bodies are in Triton's language, which a Python type checker cannot read.
+# pyrefly: ignore-errors
 import triton
 import triton.language as tl
 
