@@ -58,9 +58,10 @@ def test_the_missing_batch_size_is_derived(given: dict, world: int, resolved: tu
         ({"global_batch_size": 9, "grad_accumulation": 2}, r"nearest legal global batch sizes: 8 and 10"),
         ({"global_batch_size": 64, "micro_batch_size": 16, "grad_accumulation": 2}, r"= 32; leave one of them out"),
         ({"micro_batch_size": -1}, r"micro_batch_size is -1"),
+        ({"seed": 2**64}, r"train\.seed is 18446744073709551616; it must be in \[0, 2\^63\)"),
     ],
 )
-def test_batch_sizes_that_do_not_divide_are_refused(given: dict, message: str):
+def test_batch_sizes_that_do_not_divide_and_senseless_numbers_are_refused(given: dict, message: str):
     with pytest.raises(UserError, match=message):
         TrainConfig(steps=1, **given).resolve(16)
 

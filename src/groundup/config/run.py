@@ -74,6 +74,8 @@ class TrainConfig:
         for name in ("steps", "tokens", "eval_every", "eval_batches", "save_every", "keep_last"):
             if getattr(self, name) < 0:
                 raise UserError(f"train.{name} is {getattr(self, name)}; it must not be negative")
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"train.seed is {self.seed}; it must be in [0, 2^63)")
         config = replace(self, **_resolve_batch(self, world_size))
         if not self.steps and not self.tokens:
             raise UserError("give exactly one of train.steps and train.tokens; neither is given")
