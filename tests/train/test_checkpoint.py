@@ -99,6 +99,30 @@ def test_keep_last_does_not_count_a_damaged_later_checkpoint(crashed: Path, toke
     assert checkpoint_steps(crashed / "checkpoints") == [4, 6, 11]
 
 
+def test_keep_last_counts_complete_checkpoints(crashed: Path, tokens: Path):
+    """Step 6 is damaged and skipped; it must not take the place of one that a resume could use."""
+    (crashed / "config.toml").write_text(dump_toml(tiny_config(tokens, save_every=4)))
+    (crashed / "checkpoints" / "step-00000006" / STATE).unlink()
+    with pytest.raises(Crash):
+        train(tiny_config(tokens, save_every=4), crashed, resume=True, progress=Recorder({9: crash}))
+    assert checkpoint_steps(crashed / "checkpoints") == [4, 8]
+
+
+def test_an_unreadable_checkpoint_is_skipped(crashed: Path, monkeypatch: pytest.MonkeyPatch):
+    """A bad disk: the file is there, its size is right, and reading it fails."""
+    real, notes = open, []
+
+    def bad_disk(path: Path, *rest):
+        if Path(path) == crashed / "checkpoints" / "step-00000006" / MODEL:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return real(path, *rest)
+
+    monkeypatch.setattr("groundup.train.checkpoint.open", bad_disk, raising=False)
+    assert load_run(crashed, device="cpu", note=notes.append)[3] == 3
+    assert len(notes) == 1
+    assert f"{MODEL} cannot be read: Input/output error" in notes[0]
+
+
 @pytest.mark.parametrize(("keep", "left"), [(1, [12]), (2, [9, 12]), (0, [3, 6, 9, 12])])
 def test_keep_last(keep: int, left: list[int], tokens: Path, tmp_path: Path):
     train(tiny_config(tokens, keep_last=keep), tmp_path / "run")

@@ -77,6 +77,22 @@ def test_resume_after_a_crash_is_bit_exact(case: str, tmp_path: Path):
     assert [row["step"] for row in read_metrics(tmp_path / "whole") if "loss" in row] == list(range(1, 13))
 
 
+def test_random_numbers_go_on_where_they_were(tokens: Path, tmp_path: Path):
+    """Nothing in a run draws from torch's generator today; a dropout layer would."""
+
+    def drawn(out: Path, resume: bool, last: int) -> list[float]:
+        draws: list[float] = []
+        at = {step: lambda: draws.append(torch.rand(()).item()) for step in range(1, last)}
+        watcher = Recorder({**at, last: crash})
+        with pytest.raises(Crash):
+            train(tiny_config(tokens, eval_every=0), out, resume=resume, progress=watcher)
+        return draws
+
+    whole = drawn(tmp_path / "whole", resume=False, last=11)
+    assert drawn(tmp_path / "broken", resume=False, last=8) == whole[:7]
+    assert drawn(tmp_path / "broken", resume=True, last=11) == whole[6:]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_the_current_step_and_resumes(number: signal.Signals, tokens: Path, tmp_path: Path):
     before = signal.getsignal(number)
@@ -166,6 +182,25 @@ def test_a_run_is_not_overwritten(crashed: Path, tokens: Path):
     with pytest.raises(UserError, match="holds a run; add --resume"):
         train(tiny_config(tokens), crashed)
     assert (crashed / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_that_another_process_made_meanwhile_is_not_overwritten(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    out, loop = tmp_path / "run", sys.modules["groundup.train.loop"]
+    real = loop.build
+
+    def build_slowly(config: RunConfig):
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "build", real)
+            train(tiny_config(tokens, steps=2), out)
+        return real(config)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "build", build_slowly)
+        with pytest.raises(UserError, match="holds a run; add --resume"):
+            train(tiny_config(tokens), out)
+    assert len(read_metrics(out)) == 3
 
 
 def test_other_flags_are_refused_by_name(crashed: Path, tokens: Path):
@@ -304,7 +339,7 @@ def test_a_second_signal_ends_at_once():
     assert (child.returncode, child.stdout) == (130, b"")
 
 
-def test_state_json_says_what_it_holds(crashed: Path):
+def test_state_json_says_what_it_holds(crashed: Path, tokens: Path):
     path = crashed / "checkpoints" / "step-00000006"
     state = json.loads((path / "state.json").read_text())
     assert (state["step"], state["tokens"]) == (6, 6 * 4 * 32)
@@ -312,3 +347,5 @@ def test_state_json_says_what_it_holds(crashed: Path):
     assert state["files"][MODEL]["bytes"] == (path / MODEL).stat().st_size
     assert list(state["rng"]) == ["0"]
     assert state["config"]["model.d_model"] == 32
+    # A checkpoint that is handed on tells nothing of the machine; a resume finds the data by config.toml.
+    assert str(tokens) not in (path / "state.json").read_text()

@@ -101,7 +101,11 @@ def read_checkpoint(path: Path, contents: Iterable[str] = (MODEL, OPTIMIZER)) ->
         if found != size:
             raise IncompleteError(f"{name} has {found:,} bytes, not {size:,}")
     for name in contents:
-        if _size_and_checksum(path / name)["sha256"] != expected[name][1]:
+        try:
+            found = _size_and_checksum(path / name)
+        except OSError as error:  # a bad disk, or the run deleted it just now
+            raise IncompleteError(f"{name} cannot be read: {error.strerror}") from None
+        if found["sha256"] != expected[name][1]:
             raise IncompleteError(f"{name} does not match its checksum")
     return Checkpoint(path, step, state)
 
@@ -120,17 +124,26 @@ def newest_complete(
 
 
 def prune_checkpoints(directory: Path, newest: int, keep_last: int) -> None:
-    """Delete all but the `keep_last` newest up to step `newest`, which is complete; 0 keeps all.
+    """Delete all but the `keep_last` newest complete ones up to step `newest`; 0 keeps all.
 
-    Directories of later steps are none of this run's (a damaged one was skipped when it resumed) and do not count.
+    Complete means here that all files have their sizes: reading them all for a checksum would cost too much. A damaged
+    directory goes too, unless it is of a later step: then the run, which skipped it, has yet to get there.
     Each goes by a rename first, so that a kill in between leaves no half checkpoint under a checkpoint's name.
     """
-    steps = [step for step in checkpoint_steps(directory) if step <= newest]
-    for step in steps[:-keep_last] if keep_last else []:
-        path = checkpoint_path(directory, step)
+    paths = [checkpoint_path(directory, step) for step in checkpoint_steps(directory) if step <= newest]
+    kept = [path for path in paths if _has_its_sizes(path)][-keep_last:]
+    for path in [path for path in paths if path not in kept] if keep_last else []:
         going = path.with_name(f".{path.name}.{os.getpid()}.old")
         os.rename(path, going)
         shutil.rmtree(going)
+
+
+def _has_its_sizes(path: Path) -> bool:
+    try:
+        read_checkpoint(path, contents=())
+    except IncompleteError:
+        return False
+    return True
 
 
 def remove_leftovers(directory: Path) -> None:

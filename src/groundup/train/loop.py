@@ -70,8 +70,8 @@ def train(config: RunConfig, out: Path, resume: bool = False, progress: Progress
     Raises UserError for everything a user can cause; checkpoints already written stay valid then.
     """
     run, progress = RunDirectory(out), progress or Progress()
-    if run.holds_run() and not resume:
-        raise UserError(f"{out} holds a run; add --resume to go on with it, or give another --out")
+    if not resume:
+        run.refuse_second_run()
     if run.path.exists() and not run.path.is_dir():
         raise UserError(f"{out} is a file; --out names the run's directory")
     if run.config.exists():
@@ -80,6 +80,8 @@ def train(config: RunConfig, out: Path, resume: bool = False, progress: Progress
         config = saved
     job = build(config)
     with run.locked(), progress:
+        if not resume:
+            run.refuse_second_run()  # another process may have made one since
         step, rows = start(job, run, resume, progress.on_note)
         progress.on_plan(make_plan(job, step))
         with MetricsLog(run.metrics) as log, Interrupt() as interrupt:

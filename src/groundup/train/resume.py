@@ -22,7 +22,8 @@ def save(job: Job, run: RunDirectory, step: int) -> None:
         "tokens": step * job.tokens_per_step,
         "rng": {str(job.world.rank): rng_state(job.device)},
         "data": _identity(job),
-        "config": flat_fields(job.config),
+        # Where the data lay is this machine's matter; what they were is `data`.
+        "config": {name: value for name, value in flat_fields(job.config).items() if name != "data.path"},
         "versions": _versions(),
     }
     save_checkpoint(run.checkpoints, step, job.model, job.optimizer, facts)

@@ -54,6 +54,11 @@ class RunDirectory:
         """Whether a run was started here."""
         return self.config.exists() or self.metrics.exists() or self.checkpoints.exists()
 
+    def refuse_second_run(self) -> None:
+        """Raise UserError when a run was started here: a new one would overwrite it."""
+        if self.holds_run():
+            raise UserError(f"{self.path} holds a run; add --resume to go on with it, or give another --out")
+
     def load_config(self) -> RunConfig:
         """The run's resolved configuration. Raises UserError when this is no run."""
         if not self.config.exists():
