@@ -60,6 +60,8 @@ def test_a_part_is_spread_over_the_file_and_always_the_same(model: TransformerLM
     assert found.tokens == 3 * 4 * 32
     assert found.loss == pytest.approx(chosen.mean().item(), rel=1e-6)
     assert evaluate(model, data, batch_size=4, batches=3) == found
+    with pytest.raises(UserError, match="-1 batches"):
+        evaluate(model, data, batches=-1)
     assert evaluate(model, data, batch_size=4, batches=99) == evaluate(model, data, batch_size=4)
 
 
@@ -71,8 +73,9 @@ def test_the_mode_of_the_model_comes_back(model: TransformerLM, tokens: Path):
         assert all(p.grad is None for p in model.parameters())
 
 
-def test_evaluate_run_repeats_the_runs_own_number(tokens: Path, tmp_path: Path):
-    result = train(tiny_config(tokens, eval_batches=0), tmp_path / "run")
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
+def test_evaluate_run_repeats_the_runs_own_number(precision: str, tokens: Path, tmp_path: Path):
+    result = train(tiny_config(tokens, eval_batches=0, precision=precision), tmp_path / "run")
     found, step = evaluate_run(tmp_path / "run", device="cpu")
     assert step == 12
     assert found.loss == result.valid_loss

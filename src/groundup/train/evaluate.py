@@ -50,8 +50,10 @@ def evaluate(
     whatever batch they were in. Bits per byte is total nats / ln 2 / bytes, where the bytes of the predicted tokens are
     counted as tokens · (bytes / tokens of the whole split): exact for the whole file but for its first token, a fair
     estimate for a part of it. `before_batch` may raise to stop. The model is in eval mode meanwhile.
-    Raises UserError for fewer than two validation tokens or an id that the model has no row for.
+    Raises UserError for fewer than two validation tokens, an id that the model has no row for, or `batches` < 0.
     """
+    if batches < 0:
+        raise UserError(f"{batches} batches cannot be evaluated; give a number ≥ 1, or 0 for all")
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
