@@ -1,6 +1,5 @@
 """Tokens to text while they arrive, and the whole way from a prompt to its continuation."""
 
-import codecs
 from collections.abc import Callable, Iterable, Iterator
 
 from groundup.generate.engine import generate
@@ -9,21 +8,12 @@ from groundup.tokenizer import Tokenizer
 
 
 def stream_text(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
-    """Yield text as soon as its characters are complete; the pieces joined equal `tokenizer.decode` of the ids.
+    """Text as soon as its characters are complete; the pieces joined equal `tokenizer.decode` of the ids.
 
     A token may end inside a UTF-8 character: its bytes wait for the next token. Bytes that can never become a
     character, and a character cut by the end, appear as U+FFFD. `<|endoftext|>` is not printed.
     """
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for token in ids:
-        if token == tokenizer.eot_id:
-            continue
-        piece = decoder.decode(tokenizer.token_bytes(token))
-        if piece:
-            yield piece
-    rest = decoder.decode(b"", final=True)
-    if rest:
-        yield rest
+    return tokenizer.decode_iterable(token for token in ids if token != tokenizer.eot_id)
 
 
 def generate_text(

@@ -4,6 +4,8 @@
     training.py    paths → word counts → merges
     formats.py     Hugging Face's tokenizer.json, vocab.json + merges.txt
     byte_level.py  bytes as printable characters, as those files write them
+    allowed.py     which special tokens a text may hold
+    decoding.py    ids → text while they arrive
     reference.py   the trainer and the encoder in plain Python, for readers and tests
     ladder/        the plain trainer made faster step by step, for readers
 

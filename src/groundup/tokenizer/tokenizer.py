@@ -15,6 +15,8 @@ from groundup import _core
 from groundup.errors import UserError
 from groundup.files import directory_written_aside
 from groundup.tokenizer import formats
+from groundup.tokenizer.allowed import Names, allowed_names, split_at
+from groundup.tokenizer.decoding import decode_offsets, decode_stream
 from groundup.tokenizer.training import (
     Progress,
     available_threads,
@@ -185,28 +187,59 @@ class Tokenizer:
 
     # Encoding
 
-    def encode(self, text: str | bytes) -> list[int]:
-        """Ids of a text. `bytes` need not be UTF-8: ill-formed bytes count as punctuation and come back unchanged."""
+    def encode(self, text: str | bytes, allowed_special: Names = "all", disallowed_special: Names = ()) -> list[int]:
+        """Ids of a text. `bytes` need not be UTF-8: ill-formed bytes count as punctuation and come back unchanged.
+
+        Special tokens in the text become their ids. `allowed_special` names those that do ("all", or a set of
+        names); one of `disallowed_special` ("all": all that are not allowed) in the text raises UserError; one that is
+        in neither is ordinary text.
+        """
         try:
-            return self._core.encode(text, True)
+            if _everything(allowed_special, disallowed_special):
+                return self._core.encode(text, True)
+            names = allowed_names(self._parts.special_tokens, allowed_special, disallowed_special, text)
+            ids: list[int] = []
+            for part, special in split_at(text, names):
+                ids += self._core.encode(part, False) if special is None else [self._parts.special_tokens[special]]
+            return ids
         except UnicodeEncodeError as error:
             raise _surrogate(error) from error
 
-    def encode_numpy(self, text: str | bytes) -> "np.ndarray":
-        """Ids of a text as uint16 (vocabularies up to 65,536 tokens) or uint32, without a list in between."""
+    def encode_ordinary(self, text: str | bytes) -> list[int]:
+        """Ids of a text in which special tokens are ordinary text."""
+        return self.encode(text, allowed_special=())
+
+    def encode_numpy(
+        self, text: str | bytes, allowed_special: Names = "all", disallowed_special: Names = ()
+    ) -> "np.ndarray":
+        """Ids of a text as uint16 (vocabularies up to 65,536 tokens) or uint32, without a list in between.
+
+        Special tokens as in `encode`; a list is made after all where not all of them are allowed.
+        """
         import numpy as np
 
         wide = self.vocab_size > 65_536
+        if not _everything(allowed_special, disallowed_special):
+            return np.array(self.encode(text, allowed_special, disallowed_special), np.uint32 if wide else np.uint16)
         try:
             buffer = self._core.encode_buffer(text, True, wide)
         except UnicodeEncodeError as error:
             raise _surrogate(error) from error
         return np.frombuffer(buffer, np.uint32 if wide else np.uint16)
 
-    def encode_batch(self, texts: Sequence[str | bytes], threads: int = 0) -> list[list[int]]:
-        """Ids of many texts, on `threads` threads (0: all cores)."""
+    def encode_batch(
+        self,
+        texts: Sequence[str | bytes],
+        threads: int = 0,
+        allowed_special: Names = "all",
+        disallowed_special: Names = (),
+    ) -> list[list[int]]:
+        """Ids of many texts, on `threads` threads (0: all cores); special tokens as in `encode`."""
+        threads = available_threads(threads)
+        if not _everything(allowed_special, disallowed_special):
+            return [self.encode(text, allowed_special, disallowed_special) for text in texts]
         try:
-            return self._core.encode_batch(list(texts), True, available_threads(threads))
+            return self._core.encode_batch(list(texts), True, threads)
         except UnicodeEncodeError as error:
             raise _surrogate(error) from error
 
@@ -238,8 +271,28 @@ class Tokenizer:
         """The text of ids. They may end inside a character, or hold any bytes: `errors` as in `bytes.decode`."""
         return self.decode_bytes(ids).decode("utf-8", errors)
 
+    def decode_batch(self, batch: Iterable[Iterable[int]], errors: str = "replace") -> list[str]:
+        """The text of each list of ids."""
+        return [self.decode(ids, errors) for ids in batch]
+
+    def decode_iterable(self, ids: Iterable[int], errors: str = "replace") -> Iterator[str]:
+        """The text of ids that arrive one by one, in pieces that never end inside a character.
+
+        Joined, the pieces equal `decode` of all the ids. Memory: one unfinished character.
+        """
+        return decode_stream(map(self.token_bytes, ids), errors)
+
+    def decode_with_offsets(self, ids: Iterable[int], errors: str = "replace") -> tuple[str, list[int]]:
+        """The text, and for each id the index of the character that the token's first byte belongs to."""
+        return decode_offsets(map(self.token_bytes, ids), errors)
+
     def _unknown(self, token_id: object) -> UserError:
         return UserError(f"id {token_id} is not in the vocabulary: legal ids are 0 to {self.vocab_size - 1}")
+
+
+def _everything(allowed: Names, disallowed: Names) -> bool:
+    """Whether every special token becomes its id, which the core does by itself."""
+    return allowed == "all" and (disallowed == "all" or not disallowed)
 
 
 def _surrogate(error: UnicodeEncodeError) -> UserError:
