@@ -1,0 +1,84 @@
+"""Run by test_interpreted.py: RMSNorm and linear cross entropy in Triton against float64."""
+
+import pytest
+import torch
+
+from groundup.kernels import linear_cross_entropy, rms_norm
+from groundup.kernels.linear_cross_entropy import rows_in_place
+
+
+def apart(ours: torch.Tensor, truth: torch.Tensor) -> float:
+    return ((ours.double() - truth).norm() / truth.norm().clamp(min=1e-30)).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("shape", [(3, 7, 50), (5, 64), (9, 300)])
+def test_rms_norm(shape, residual: bool, dtype):
+    torch.manual_seed(0)
+    x, r, d_out, d_total = (torch.randn(shape).to(dtype) for _ in range(4))
+    weight = torch.randn(shape[-1]).requires_grad_()
+    leaves = [x.requires_grad_(), *([r.requires_grad_()] if residual else [])]
+    result = rms_norm(x, weight, residual=r if residual else None, backend="triton")
+    outs, flows = (result, (d_out, d_total)) if residual else ((result,), (d_out,))
+    ours = torch.autograd.grad(outs, (*leaves, weight), flows)
+
+    wide = [t.detach().double().requires_grad_() for t in (*leaves, weight)]
+    total = sum(wide[:-1])
+    # What is normalised is the rounded sum; its rounding has no gradient.
+    total = total + ((outs[1] if residual else x).detach().double() - total.detach())
+    out = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * wide[-1]
+    theirs = torch.autograd.grad((out, total) if residual else (out,), wide, [f.double() for f in flows])
+    bound = 1e-6 if dtype == torch.float32 else 6e-3
+    assert apart(outs[0], out) < bound
+    for a, b in zip(ours, theirs, strict=True):
+        assert apart(a, b) < (bound if a.dtype == dtype else 1e-6)
+
+
+def test_rms_norm_of_a_transposed_input_and_an_expanded_gradient():
+    x = torch.randn(40, 6).T.requires_grad_()
+    weight = torch.randn(40, requires_grad=True)
+    rms_norm(x, weight, backend="triton").sum().backward()
+    ours, x.grad, weight_grad, weight.grad = x.grad, None, weight.grad, None
+    rms_norm(x, weight, backend="torch").sum().backward()
+    torch.testing.assert_close(ours, x.grad)
+    torch.testing.assert_close(weight_grad, weight.grad)
+
+
+def test_operators_are_registered_in_full():
+    x, weight = torch.randn(6, 40, requires_grad=True), torch.randn(40, requires_grad=True)
+    torch.library.opcheck(torch.ops.groundup.rms_norm_forward.default, (x, weight, 1e-5))
+    torch.library.opcheck(torch.ops.groundup.rms_norm_residual_forward.default, (x, x.detach() * 2, weight, 1e-5))
+    head, targets = torch.randn(11, 40, requires_grad=True), torch.randint(0, 11, (6,))
+    arguments = (x, head, targets, torch.tensor(3.0), 0.0, 0.0, True, True, True)
+    torch.library.opcheck(torch.ops.groundup.linear_cross_entropy.default, arguments)
+
+
+@pytest.mark.parametrize(("z_loss", "softcap"), [(0.0, 0.0), (1e-2, 3.0)])
+def test_linear_cross_entropy_equals_the_plain_chunks(z_loss: float, softcap: float):
+    torch.manual_seed(0)
+    x, head = torch.randn(2, 9, 12, requires_grad=True), torch.randn(37, 12, requires_grad=True)
+    targets = torch.randint(0, 37, (2, 9))
+    targets[0, :3] = -100
+    found = []
+    for backend in ("triton", "torch"):
+        loss = linear_cross_entropy(x, head, targets, None, z_loss, softcap, backend)
+        found.append([loss, *torch.autograd.grad(loss, (x, head))])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_columns_past_the_vocabulary_take_no_probability():
+    """With every logit at -100 and a softcap, padding treated as logits would hold most of the mass."""
+    logits, losses = torch.full((2, 17), -100.0), torch.empty(2)
+    rows_in_place(logits, torch.tensor([3, 16]), losses, 0.0, 30.0, True)
+    torch.testing.assert_close(losses, torch.full((2,), torch.log(torch.tensor(17.0)).item()))
+    torch.testing.assert_close(logits.sum(1), torch.zeros(2), atol=1e-6, rtol=0)
+
+
+def test_a_row_that_is_all_minus_infinity_but_one():
+    logits, losses = torch.full((1, 5000), float("-inf")), torch.empty(1)
+    logits[0, 4900] = 1.0
+    rows_in_place(logits, torch.tensor([4900]), losses, 0.0, 0.0, True)
+    assert losses.item() == 0.0
+    assert logits.eq(0).all()

@@ -1,0 +1,122 @@
+"""Attention's plain backends, masks and messages, on the CPU; the Triton kernels are in test_interpreted.py."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from attention_truth import attention as truth
+from attention_truth import make, visible
+
+from groundup.errors import UserError
+from groundup.kernels import attention, document_ids
+from groundup.kernels.attention import BACKENDS
+from groundup.kernels.documents import intervals
+
+IDS = torch.tensor([[0] * 5 + [1] + [2] * 20 + [3] * 14, [0] * 40])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": False},
+        {"window": 7},
+        {"softcap": 3.0},
+        {"documents": IDS},
+        {"documents": IDS, "window": 4},
+        {"documents": IDS, "causal": False},
+        {"scale": 0.3},
+    ],
+)
+def test_reference_has_every_feature(options):
+    q, k, v, d_out = make(2, 4, 2, 40, 40, 16, 24)
+    out, lse = attention(q, k, v, backend="reference", return_lse=True, **options)
+    documents = options.get("documents")
+    named = {"causal": True} | options | {"documents": None if documents is None else (documents, documents)}
+    true_out, true_lse = truth(q, k, v, **named)
+    torch.testing.assert_close(out, true_out)
+    torch.testing.assert_close(lse, true_lse)
+    ours = torch.autograd.grad((out, lse.sum()), (q, k, v), (d_out, torch.ones(()).double()))
+    theirs = torch.autograd.grad((true_out, true_lse.sum()), (q, k, v), (d_out, torch.ones(()).double()))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_rows_that_see_nothing_give_zero_and_no_nan():
+    q, k, v, d_out = make(1, 1, 1, 9, 4, 16, 16)
+    for backend in ("reference", "flash-torch"):
+        out = attention(q, k, v, backend=backend)
+        assert out[:, :, :5].eq(0).all()
+        for grad in torch.autograd.grad(out, (q, k, v), d_out):
+            assert torch.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("backend", ["auto", "flash-torch", "sdpa"])
+@pytest.mark.parametrize(("n_q", "n_k", "causal"), [(33, 33, True), (5, 33, True), (33, 20, False)])
+def test_backends_agree(backend: str, n_q: int, n_k: int, causal: bool):
+    q, k, v, _ = make(2, 4, 2, n_q, n_k, 16, 16)
+    torch.testing.assert_close(attention(q, k, v, causal=causal, backend=backend), truth(q, k, v, causal)[0])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [0, 1, 3, 50])
+def test_intervals_are_the_mask(causal: bool, window: int):
+    """Queries and keys of different numbers, a document that only one side has, an empty document between."""
+    q_ids = torch.tensor([[0, 0, 1, 1, 1, 3, 3, 3, 3], [0] * 9])
+    k_ids = torch.tensor([[0, 0, 0, 1, 2, 2, 3, 3], [0] * 8])
+    (q_lo, q_hi), (k_lo, k_hi) = intervals(q_ids, k_ids, causal, window)
+    i, j = torch.arange(9)[:, None], torch.arange(8)
+    for b in range(2):
+        keep = torch.zeros(9, 8, dtype=torch.bool)
+        for document in q_ids[b].unique():
+            rows, columns = q_ids[b] == document, k_ids[b] == document
+            if columns.any():
+                block = visible(int(rows.sum()), int(columns.sum()), causal, window)
+                keep[torch.outer(rows, columns)] = block.flatten()
+        assert torch.equal((j >= q_lo[b][:, None]) & (j < q_hi[b][:, None]), keep)
+        assert torch.equal((i >= k_lo[b]) & (i < k_hi[b]), keep)
+        for bound in (q_lo, q_hi, k_lo, k_hi):
+            assert (bound[b].diff() >= 0).all(), "the kernels rely on growing intervals"
+
+
+def test_document_ids_from_cumulative_lengths():
+    assert document_ids(torch.tensor([0, 3, 3, 5]), 6).tolist() == [[0, 0, 0, 2, 2, 3]]
+
+
+def test_autocast_brings_all_three_to_one_type():
+    q, k, v, _ = (x.detach().float() for x in make(1, 1, 1, 8, 8, 16, 16))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(q, k.bfloat16(), v.bfloat16()).dtype == torch.bfloat16
+
+
+def test_messages_are_one_line():
+    q, k, v, _ = make(1, 3, 2, 8, 8, 16, 16)
+    bad = [
+        (lambda: attention(q, k, v), "2 key heads do not divide 3 query heads"),
+        (lambda: attention(q, q, q.float()), "one type"),
+        (lambda: attention(q, k[..., :8], v), "do not fit together"),
+        (lambda: attention(q[0], k[0], v[0]), "batch, heads, seq, d"),
+        (lambda: attention(q, q, q, window=-1), "window -1"),
+        (lambda: attention(q, q, q, backend="flash"), "does not exist"),
+        (lambda: attention(q.float(), q.float(), q.float(), backend="flash-triton"), "needs a GPU"),
+    ]
+    for call, message in bad:
+        with pytest.raises(UserError, match=message) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+
+
+def test_a_fallback_is_seen():
+    q, _, _, _ = make(1, 1, 1, 8, 8, 16, 16)
+    with pytest.warns(UserWarning, match="causal and full only"):
+        out = attention(q, q, q, window=3, backend="sdpa")
+    torch.testing.assert_close(out, truth(q, q, q, True, 3)[0])
+
+
+def test_the_package_imports_where_there_is_no_triton():
+    hidden = "import sys; sys.modules['triton'] = None\nimport groundup.kernels as k, torch\n"
+    run = "x = torch.randn(1, 1, 8, 16); print(k.attention(x, x, x).shape)"
+    done = subprocess.run([sys.executable, "-c", hidden + run], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert set(BACKENDS) == {"auto", "reference", "flash-torch", "flash-triton", "flash-hopper", "sdpa"}

@@ -1,0 +1,132 @@
+"""The performance guard: what the table names compiles for a Hopper GPU, without one, into what was measured.
+
+One kernel of each kind by default; every line of the table with -m slow.
+"""
+
+import json
+from importlib.resources import files
+
+import pytest
+
+pytest.importorskip("triton")
+
+from sm90 import SHARED_LIMIT, compile_kernel
+
+TABLE = json.loads(files("groundup.kernels").joinpath("flash_tiles.json").read_text())
+FIRST = [("forward", "16", "64"), ("keys", "16", "64"), ("keys", "16", "128"), ("queries", "16", "64")]
+ALL = [(k, b, d) for k, rows in TABLE.items() for b, row in rows.items() for d in row]
+SPILLS = {
+    ("keys", "32", "64"): 1000,
+    ("forward", "32", "128"): 2600,
+    ("keys", "32", "128"): 9000,
+    ("queries", "32", "128"): 6000,
+}
+"""Bytes recorded for the tiles in float32, whose products are split in three; all others at most 16."""
+
+
+def signature(kernel: str, kind: str, d: int, block_q: int, block_k: int) -> dict[str, str]:
+    def tile(rows):
+        return f"tensordesc<{kind}[1, 1, {rows}, {d}]>"
+
+    numbers = dict.fromkeys(["n_q", "n_k", "n_heads", "n_kv_heads", "heads_a_group", "window"], "i32")
+    floats = dict.fromkeys(["cap_in", "factor", "scale"], "fp32")
+    pointers = dict.fromkeys(["LSE", "LSE2", "DELTA"], "*fp32") | {"LO": "*i32", "HI": "*i32"}
+    of_queries = dict.fromkeys(["Q", "OUT", "D_OUT", "D_Q"], tile(block_q))
+    return numbers | floats | pointers | of_queries | dict.fromkeys(["K", "V", "D_K", "D_V_OUT"], tile(block_k))
+
+
+def compile_tile(kernel: str, bits: str, d: str, tile: list, even: bool):
+    from groundup.kernels.flash_triton_backward import keys_kernel, queries_kernel
+    from groundup.kernels.flash_triton_forward import forward_kernel
+
+    block_q, block_k, warps, stages, maxnreg = tile
+    constants = {
+        "GROUP": 1, "D": int(d), "D_V": int(d), "BLOCK_Q": block_q, "BLOCK_K": block_k, "CAUSAL": True, "WINDOW": False,
+        "DOCUMENTS": False, "SOFTCAP": False, "EVEN": even, "UPCAST": False,
+        "PRECISION": "tf32" if bits == "16" else "tf32x3",
+    }  # fmt: skip
+    if kernel == "keys":
+        constants["SQUARE"] = even
+    function = {"forward": forward_kernel, "keys": keys_kernel, "queries": queries_kernel}[kernel]
+    kind = "bf16" if bits == "16" else "fp32"
+    options = {"maxnreg": maxnreg} if maxnreg and even else {}
+    types = signature(kernel, kind, int(d), block_q, block_k)
+    return compile_kernel(function, types, constants, num_warps=warps, num_stages=stages, **options)
+
+
+def check(kernel: str, bits: str, d: str, tile: list, even: bool):
+    report = compile_tile(kernel, bits, d, tile, even)
+    assert report.shared <= SHARED_LIMIT
+    assert report.spills <= SPILLS.get((kernel, bits, d), 16), report.spills
+    if bits == "16":
+        assert "wgmma.mma_async" in report.ptx
+        assert "cp.async.bulk.tensor" in report.ptx
+        # The register cap of dK, dV trades this for a third block a multiprocessor (flash_triton.Tile).
+        assert report.serialized == bool(tile[4] and even)
+
+
+@pytest.mark.parametrize("line", FIRST)
+def test_the_tiles_of_training(line):
+    check(*line, TABLE[line[0]][line[1]][line[2]][0], True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("line", [x for x in ALL if x[1] == "16" or x[2] == "64"])
+def test_every_first_line_of_the_table(line, even: bool):
+    check(*line, TABLE[line[0]][line[1]][line[2]][0], even)
+
+
+def gluon_descriptor(kind, item: str, *shape: int) -> str:
+    from triton.experimental.gluon import language as gl
+
+    layout = gl.NVMMASharedLayout.get_default_for(list(shape), kind)
+    return f"tensordesc<{item}[{', '.join(map(str, shape))}],{layout!r}>"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("d", "spills"), [(64, 0), (128, 16)])
+def test_hopper_forward(d: int, spills: int):
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from groundup.kernels.flash_hopper import FORWARD
+    from groundup.kernels.flash_hopper_forward import forward_kernel
+
+    def tile(rows):
+        return gluon_descriptor(gl.bfloat16, "bf16", 1, 1, rows, d)
+
+    numbers = ["n_q", "n_k", "n_heads", "n_draws", "heads_a_group", "out_batch", "out_head", "out_row"]
+    types = dict.fromkeys(numbers, "i32") | {"Q": tile(64), "K": tile(128), "V": tile(128), "OUT": "*bf16"}
+    types |= {"LSE": "*fp32", "COUNTER": "*i32", "factor": "fp32"}
+    constants = {"GROUP": 1, "D": d, "CAUSAL": True, "EVEN": True} | FORWARD[d]
+    strides = ("out_batch", "out_head", "out_row")
+    report = compile_kernel(forward_kernel, types, constants, GluonASTSource, aligned=strides, num_warps=4)
+    assert report.shared <= SHARED_LIMIT
+    assert report.spills <= spills
+    assert not report.serialized
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("d", "spills"), [(64, 80), (128, 600)])
+def test_hopper_backward(d: int, spills: int):
+    """The spills are in the tiles on the diagonal; the walk over the others has 0 and 48 bytes."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from groundup.kernels.flash_hopper import BACKWARD
+    from groundup.kernels.flash_hopper_backward import backward_kernel
+
+    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    strides = ("kv_batch", "kv_head_stride", "kv_row")
+    types = dict.fromkeys(["n_q", "n_k", "n_padded", "n_kv_heads", "heads_a_group", *strides], "i32")
+    types |= dict.fromkeys(["Q", "K", "V", "D_OUT"], gluon_descriptor(gl.bfloat16, "bf16", 1, 1, 64, d))
+    types |= dict.fromkeys(["LSE2", "DELTA"], f"tensordesc<fp32[64],{flat!r}>")
+    types |= {"D_Q": gluon_descriptor(gl.float32, "fp32", 1, 1, 64, 64), "D_K": "*bf16", "D_V": "*bf16"}
+    types |= {"scale": "fp32"}
+    constants = {"GROUP": 1, "D": d, "CAUSAL": True, "EVEN": True} | BACKWARD[d]
+    report = compile_kernel(backward_kernel, types, constants, GluonASTSource, aligned=strides, num_warps=4)
+    assert report.shared <= SHARED_LIMIT
+    assert report.spills <= spills
+    assert not report.serialized
+    assert "cp.reduce.async.bulk.tensor" in report.ptx

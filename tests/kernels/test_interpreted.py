@@ -1,0 +1,19 @@
+"""The Triton kernels under Triton's interpreter, which is fixed when Triton is imported: in processes of their own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("script", ["interpreted_attention.py", "interpreted_rows.py"])
+def test_kernels_on_the_cpu(script: str):
+    pytest.importorskip("triton")
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / script)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -1,0 +1,116 @@
+"""RMSNorm and linear cross entropy, the PyTorch side, against float64 and torch's own."""
+
+from importlib import import_module
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.functional import rms_norm as torch_rms_norm
+
+from groundup.errors import UserError
+from groundup.kernels import RMSNorm, linear_cross_entropy, rms_norm
+from groundup.kernels.rms_norm import backward_weight, backward_x
+
+# The package gives the function this name; the module is behind it.
+chunks = import_module("groundup.kernels.linear_cross_entropy")
+
+
+def test_hand_derived_backward_equals_autograd():
+    x = torch.randn(4, 5, 50, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(50, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, w: RMSNorm.apply(x, w), (x, weight))
+    d_out = torch.randn_like(x)
+    theirs = torch.autograd.grad(torch_rms_norm(x, (50,), weight, 1e-5), (x, weight), d_out)
+    torch.testing.assert_close(backward_x(d_out, x, weight), theirs[0])
+    torch.testing.assert_close(backward_weight(d_out, x, weight), theirs[1])
+
+
+def test_fused_residual_is_the_two_steps():
+    x, r, weight = torch.randn(3, 20).bfloat16(), torch.randn(3, 20).bfloat16(), torch.randn(20)
+    out, total = rms_norm(x, weight, residual=r)
+    assert torch.equal(total, x + r)
+    assert torch.equal(out, rms_norm(x + r, weight))
+
+
+def eager(x, weight, targets, n_valid, z_loss, softcap):
+    logits = x.flatten(0, -2) @ weight.T
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    valid = targets.flatten() != -100
+    z = (torch.logsumexp(logits, -1) ** 2 * valid).sum() * z_loss
+    total = cross_entropy(logits, targets.flatten(), reduction="sum") + z
+    return total / (valid.sum().clamp(min=1) if n_valid is None else n_valid)
+
+
+@pytest.mark.parametrize("n_valid", [None, 7.0, torch.tensor(9)])
+@pytest.mark.parametrize(("z_loss", "softcap"), [(0.0, 0.0), (1e-2, 0.0), (0.0, 3.0), (1e-2, 3.0)])
+def test_loss_and_gradients_over_several_chunks(monkeypatch, n_valid, z_loss: float, softcap: float):
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1)
+    x = torch.randn(5, 60, 12, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(37, 12, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 37, (5, 60))
+    targets[0, :7] = -100
+    ours, theirs = (f(x, weight, targets, n_valid, z_loss, softcap) for f in (linear_cross_entropy, eager))
+    torch.testing.assert_close(ours, theirs)
+    grads = [torch.autograd.grad(2.5 * loss, (x, weight)) for loss in (ours, theirs)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_weight_gradient_is_summed_in_float32_over_chunks(monkeypatch):
+    """256 chunks whose parts nearly cancel in bf16: the error must stay that of one rounding."""
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(chunks, "chunk_rows", lambda *_: 1)
+    x, weight = torch.randn(256, 8).bfloat16(), torch.randn(16, 8).bfloat16().requires_grad_()
+    targets = torch.randint(0, 16, (256,))
+    ours = torch.autograd.grad(linear_cross_entropy(x, weight, targets), weight)[0]
+    wide = weight.detach().double().requires_grad_()
+    truth = torch.autograd.grad(eager(x.double(), wide, targets, None, 0.0, 0.0), wide)[0]
+    assert (ours.double() - truth).norm() / truth.norm() < 6e-3
+
+
+def test_all_ignored_gives_zero():
+    x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+    loss = linear_cross_entropy(x, weight, torch.full((6,), -100))
+    grads = torch.autograd.grad(loss, (x, weight))
+    assert loss.item() == 0
+    assert all(g.eq(0).all() for g in grads)
+
+
+def test_a_retained_graph_may_be_differentiated_again():
+    x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+    loss = linear_cross_entropy(x, weight, torch.randint(0, 11, (6,)))
+    first = [g.clone() for g in torch.autograd.grad(loss, (x, weight), retain_graph=True)]
+    second = torch.autograd.grad(3 * loss, (x, weight))
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(3 * a, b)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(linear_cross_entropy(x, weight, torch.zeros(6, dtype=int)), x, create_graph=True)
+
+
+def test_gradients_are_made_only_where_asked_for():
+    x, weight = torch.randn(6, 8), torch.randn(11, 8, requires_grad=True)
+    targets = torch.randint(0, 11, (6,))
+    loss = linear_cross_entropy(x, weight, targets)
+    theirs = cross_entropy(x @ weight.T, targets)
+    torch.testing.assert_close(loss, theirs)
+    torch.testing.assert_close(*(torch.autograd.grad(v, weight)[0] for v in (loss, theirs)))
+    with torch.no_grad():
+        torch.testing.assert_close(linear_cross_entropy(x, weight, targets), theirs)
+
+
+def test_narrowing_in_place_reads_before_it_overwrites():
+    wide = torch.randn(2000, 700)
+    expected = wide.to(torch.bfloat16)
+    narrow = chunks.narrowed(wide, torch.bfloat16)
+    assert torch.equal(narrow, expected)
+    assert narrow.data_ptr() == wide.data_ptr()
+
+
+def test_messages():
+    with pytest.raises(UserError, match="do not fit together"):
+        linear_cross_entropy(torch.randn(4, 8), torch.randn(5, 7), torch.zeros(4, dtype=int))
+    with pytest.raises(UserError, match="do not fit together"):
+        rms_norm(torch.randn(4, 8), torch.randn(7))
+    with pytest.raises(UserError, match="cannot run"):
+        rms_norm(torch.randn(4, 8), torch.randn(8), backend="triton")
