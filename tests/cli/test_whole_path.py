@@ -73,6 +73,23 @@ def test_evaluate_gives_a_card_and_json(here: Path, tmp_path: Path, capsys: pyte
     assert earlier["loss"] > result["loss"]
 
 
+def test_evaluate_by_document_counts_the_texts_bytes(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["evaluate", "run", "--by-document", "--json", str(tmp_path / "d.json")]) == 0
+    card = capsys.readouterr().out
+    result = json.loads((tmp_path / "d.json").read_text())
+    texts = Path("valid.txt").read_text().split("<|endoftext|>")
+    documents = result["documents"]
+    assert [document["bytes"] for document in documents] == [len(text.encode()) for text in texts]
+    assert all(text.startswith(document["beginning"]) for text, document in zip(texts, documents, strict=True))
+    losses = [document["loss"] for document in documents]
+    assert result["mean_loss"] == pytest.approx(np.mean(losses))
+    assert result["median_loss"] == pytest.approx(np.median(losses))
+    assert [losses[i] for i in result["worst"]] == sorted(losses, reverse=True)[:5]
+    assert f"worst 1        {max(losses):.4f} over" in card
+    nats = sum(document["loss"] * document["tokens"] for document in documents)
+    assert result["bits_per_byte"] == pytest.approx(nats / np.log(2) / sum(len(text.encode()) for text in texts))
+
+
 def test_generate_continues_the_prompt_and_repeats_itself(here: Path, capsys: pytest.CaptureFixture[str]):
     line = ["generate", "run", "--prompt", "Once upon", "--max-tokens", "8", "--top-p", "0.9", "--temperature", "0.8"]
     texts = []
@@ -83,6 +100,20 @@ def test_generate_continues_the_prompt_and_repeats_itself(here: Path, capsys: py
     assert texts[0].startswith("Once upon")
     assert main(["generate", "run", "--max-tokens", "30", "--top-k", "5"]) == 0
     assert "past the context of 16 tokens" in capsys.readouterr().err
+
+
+def test_export_and_import_keep_the_models_words(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    hf, back = str(tmp_path / "hf"), str(tmp_path / "back")
+    assert main(["export", "run", "--out", hf]) == 0
+    assert main(["import", hf, "--out", back, "--data", "tokens"]) == 0
+    assert "1 layers of 32, 2 heads over 2, context 16, vocabulary 300" in capsys.readouterr().out
+    said = []
+    for run in ("run", back):
+        assert main(["generate", run, "--prompt", "Once", "--max-tokens", "9"]) == 0
+        said.append(capsys.readouterr().out)
+        assert main(["evaluate", run, "--json"]) == 0
+        said.append(round(json.loads(capsys.readouterr().out)["loss"], 5))
+    assert said[:2] == said[2:]
 
 
 def test_plot_writes_a_png(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

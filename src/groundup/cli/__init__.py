@@ -23,6 +23,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("groundup.cli.train", "train a model on token files, or go on with a run"),
     "evaluate": ("groundup.cli.evaluate", "loss, perplexity and bits per byte of a run"),
     "generate": ("groundup.cli.generate", "let a run's model continue a prompt"),
+    "export": ("groundup.cli.export", "write a run in Hugging Face's format"),
+    "import": ("groundup.cli.import_", "make a run from a model in Hugging Face's format"),
     "plot": ("groundup.cli.plot", "draw the loss curves of one or more runs"),
     "account": ("groundup.cli.account", "parameters, FLOPs, memory and time of a model, predicted"),
     "bench": ("groundup.cli.bench", "benchmarks on one harness, their tables and comparisons"),

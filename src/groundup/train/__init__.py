@@ -4,13 +4,16 @@ loop.py           the training step and the loop around it, whole
 job.py            a run's parts, built from its configuration: batches.py, device.py, world.py, plan.py
 run_directory.py  a run on disk: metrics.py, checkpoint.py
 resume.py         from a job to a checkpoint and back; state.py names the tensors
-evaluate.py       loss, perplexity, bits per byte
+evaluate.py       loss, perplexity, bits per byte; documents.py: by document
 load.py           a run's model, for evaluation and generation
+exchange.py       a run to and from Hugging Face's format
 progress.py       what a person sees; interrupt.py: what Ctrl-C does
 """
 
+from groundup.train.documents import Document, DocumentEvaluation, evaluate_documents
 from groundup.train.evaluate import Evaluation, bits_per_byte, evaluate
-from groundup.train.load import evaluate_run, load_run
+from groundup.train.exchange import export_run, import_run
+from groundup.train.load import evaluate_run, evaluate_run_documents, load_run
 from groundup.train.loop import TrainResult, train
 from groundup.train.plan import Plan
 from groundup.train.progress import ConsoleProgress, Progress
@@ -18,6 +21,8 @@ from groundup.train.run_directory import RunDirectory, changed_fields
 
 __all__ = [
     "ConsoleProgress",
+    "Document",
+    "DocumentEvaluation",
     "Evaluation",
     "Plan",
     "Progress",
@@ -26,7 +31,11 @@ __all__ = [
     "bits_per_byte",
     "changed_fields",
     "evaluate",
+    "evaluate_documents",
     "evaluate_run",
+    "evaluate_run_documents",
+    "export_run",
+    "import_run",
     "load_run",
     "train",
 ]

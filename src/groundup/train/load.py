@@ -2,8 +2,10 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from groundup.config import RunConfig
 from groundup.data import TokenData
@@ -20,6 +22,7 @@ from groundup.train.checkpoint import (
     read_checkpoint,
 )
 from groundup.train.device import autocast, choose_device, choose_precision, set_matmul_precision
+from groundup.train.documents import DocumentEvaluation, evaluate_documents
 from groundup.train.evaluate import Evaluation, check_validation, evaluate
 from groundup.train.run_directory import RunDirectory
 from groundup.train.state import load_model
@@ -59,7 +62,32 @@ def evaluate_run(
     data None: the token files it was trained on. The precision is the run's on the run's kind of device, else that of
     `auto`. Raises UserError as load_run does, and when the tokens were made by another tokenizer.
     """
+    model, tokens, config, step, forward_context = _to_evaluate(out, step, device, data, note)
+    batch_size = config.train.micro_batch_size
+    found = evaluate(model, tokens, batch_size=batch_size, batches=batches, forward_context=forward_context)
+    return found, step
+
+
+def evaluate_run_documents(
+    out: Path,
+    step: int | None = None,
+    device: str | None = None,
+    data: Path | None = None,
+    note: Callable[[str], None] = _to_stderr,
+) -> tuple[DocumentEvaluation, int]:
+    """(evaluation, step) like `evaluate_run`, each validation document for itself (documents.py)."""
+    model, tokens, config, step, forward_context = _to_evaluate(out, step, device, data, note)
+    batch_size = config.train.micro_batch_size
+    return evaluate_documents(model, tokens, batch_size=batch_size, forward_context=forward_context), step
+
+
+def _to_evaluate(
+    out: Path, step: int | None, device: str | None, data: Path | None, note: Callable[[str], None]
+) -> tuple[TransformerLM, TokenData, RunConfig, int, Callable[[], AbstractContextManager[Any]]]:
+    """A run's model, the checked tokens, and the context of a forward pass; sets the policy for float32 products."""
     model, tokenizer, config, step = load_run(out, step, device, note)
+    if data is None and not config.data.path:
+        raise UserError(f"{out} was imported and knows no token files; give --data, tokenized with --tokenizer {out}")
     tokens = TokenData.open(data or Path(config.data.path))
     if tokens.tokenizer().fingerprint != tokenizer.fingerprint:
         raise UserError(
@@ -70,14 +98,7 @@ def evaluate_run(
     where = next(model.parameters()).device
     precision = choose_precision(config.train.precision if where.type == config.train.device else "auto", where)
     set_matmul_precision(precision)
-    found = evaluate(
-        model,
-        tokens,
-        batch_size=config.train.micro_batch_size,
-        batches=batches,
-        forward_context=partial(autocast, where, precision),
-    )
-    return found, step
+    return model, tokens, config, step, partial(autocast, where, precision)
 
 
 def _find(run: RunDirectory, step: int | None, note: Callable[[str], None]) -> Checkpoint:

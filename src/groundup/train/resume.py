@@ -15,6 +15,9 @@ from groundup.train.metrics import Row, cut_back
 from groundup.train.run_directory import RunDirectory, flat_fields, refuse_edits
 from groundup.train.state import load_model, load_optimizer, rng_state, set_rng_state
 
+IMPORTED = "imported"
+"""Key in the state.json of a checkpoint that has weights alone (exchange.py)."""
+
 
 def save(job: Job, run: RunDirectory, step: int) -> None:
     """Write the checkpoint of `step`, then delete those that keep_last no longer covers."""
@@ -49,6 +52,11 @@ def start(job: Job, run: RunDirectory, resume: bool, note: Callable[[str], None]
 def _restore(job: Job, checkpoint: Checkpoint, run: RunDirectory, note: Callable[[str], None]) -> None:
     """Load a checkpoint into the job. Raises UserError when data, configuration or tensors are not its own."""
     state = checkpoint.state
+    if state.get(IMPORTED):
+        raise UserError(
+            f"{run.path} was imported: it has weights, but no optimizer state to go on from; evaluate, generate, chat "
+            "and export take it, training needs a new run with another --out"
+        )
     if state["data"] != _identity(job):
         raise UserError(
             f"the token files in {job.config.data.path} (data.path) have changed since {checkpoint.path} was saved; "

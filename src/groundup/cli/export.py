@@ -1,0 +1,30 @@
+"""`groundup export`: a run in Hugging Face's format."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from groundup.cli.parse import parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args:
+    """Write a run's model and tokenizer as Hugging Face's LlamaForCausalLM: the same logits, in float32."""
+
+    run: Annotated[Path, Positional, arg(metavar="RUN")]
+    """Run directory."""
+    out: Annotated[Path, arg(metavar="DIR")]
+    """Directory to write; an earlier export is replaced, anything else is left alone."""
+    step: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the newest)")] = None
+    """Checkpoint to use."""
+
+
+def main(argv: list[str], prog: str) -> int:
+    args = parse(Args, argv, prog)
+    from groundup.train import export_run
+
+    step = export_run(args.run, args.out, args.step)
+    print(f"{args.out}: LlamaForCausalLM with its tokenizer, from step {step:,} of {args.run}")
+    return 0
