@@ -210,6 +210,8 @@ def test_an_error_while_reading_ahead_reaches_the_loop():
 def test_precision_is_named_and_never_mixed_up():
     assert choose_precision("auto", torch.device("cpu")) == "fp32"
     assert choose_precision("bf16-mixed", torch.device("cpu")) == "bf16-mixed"
+    set_matmul_precision("bf16-mixed")
+    assert torch.get_float32_matmul_precision() == "high"
     set_matmul_precision("fp32")
     assert torch.get_float32_matmul_precision() == "highest"
     if not torch.cuda.is_available():

@@ -2,11 +2,13 @@
 
 import io
 import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
-from tiny_runs import tiny_config, write_tokens
+from tiny_runs import Recorder, tiny_config, write_tokens
 
 from groundup.train import ConsoleProgress, train
 
@@ -48,6 +50,20 @@ def test_bits_per_byte_of_the_line(tokens: Path, tmp_path: Path):
     line = next(line for line in text.getvalue().splitlines() if line.startswith("step 1/1"))
     loss, bits = float(line.split("loss ")[1].split()[0]), float(line.split(" bits/byte")[0].split()[-1])
     assert bits == pytest.approx(loss * 4000 / 3999 / math.log(2), abs=1e-3)
+
+
+def test_the_eta_of_a_resumed_run_counts_the_steps_done_here(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    watcher, clock = Recorder(), SimpleNamespace(now=100.0)
+    train(tiny_config(tokens, eval_every=0), tmp_path / "run", progress=watcher)
+    monkeypatch.setattr("time.monotonic", lambda: clock.now)
+    output, text = console(terminal=False)
+    progress = ConsoleProgress(output)
+    progress.on_plan(replace(watcher.plans[0], first_step=7))
+    clock.now += 30
+    progress.on_step({"step": 9, "loss": 1.0, "tokens_per_second": 1.0})  # three steps in 30 s, three to go
+    assert text.getvalue().rstrip().endswith("ETA 0:00:30")
 
 
 def test_one_live_line_on_a_terminal(tokens: Path, tmp_path: Path):
