@@ -19,6 +19,11 @@ from groundup.errors import UserError, nearest_name
 COMMANDS: dict[str, tuple[str, str]] = {
     "quickstart": ("groundup.cli.quickstart", "from nothing to a talking model in three minutes"),
     "tokenizer train": ("groundup.cli.tokenizer_train", "learn a byte-level BPE vocabulary from text"),
+    "tokenizer info": ("groundup.cli.tokenizer_info", "size, longest tokens, the merges of a word"),
+    "tokenizer compare": ("groundup.cli.tokenizer_compare", "bytes a token and speed, side by side"),
+    "tokenizer encode": ("groundup.cli.tokenizer_encode", "text on standard input to ids"),
+    "tokenizer decode": ("groundup.cli.tokenizer_decode", "ids on standard input to text"),
+    "tokenizer profile": ("groundup.cli.tokenizer_profile", "time and memory of training, by phase"),
     "tokenize": ("groundup.cli.tokenize", "turn text into token files"),
     "train": ("groundup.cli.train", "train a model on token files, or go on with a run"),
     "evaluate": ("groundup.cli.evaluate", "loss, perplexity and bits per byte of a run"),

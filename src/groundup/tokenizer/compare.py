@@ -1,0 +1,56 @@
+"""Two or more tokenizers on the same texts: bytes a token, and how fast each encodes.
+
+Speed is that of a first pass, on one thread: the tokenizer is loaded anew for each file, as a second pass over the same
+text finds its words in the cache and would flatter. Reading the file is not counted.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from groundup.errors import UserError
+from groundup.tokenizer.tokenizer import Tokenizer
+
+
+def compare(paths: Sequence[Path], files: Sequence[Path]) -> list[dict[str, Any]]:
+    """One row a file, and one for all files together, with a cell for each tokenizer in the order of `paths`."""
+    rows: list[dict[str, Any]] = []
+    for file in files:
+        try:
+            text = file.read_bytes()
+        except OSError as error:
+            raise UserError(f"{file}: cannot be read ({error.strerror}); check the path") from error
+        if not text:
+            raise UserError(f"{file}: the file is empty; name a file with text")
+        cells = [_measure(path, text) for path in paths]
+        rows.append({"file": file.name, "bytes": len(text), "cells": cells})
+    if len(rows) > 1:
+        rows.append(_total(rows))
+    return rows
+
+
+def _measure(path: Path, text: bytes) -> dict[str, Any]:
+    tokenizer = Tokenizer.load(path)
+    tokenizer.encode_numpy("")  # imports numpy
+    start = time.perf_counter()
+    tokens = len(tokenizer.encode_numpy(text))
+    return _cell(len(text), tokens, time.perf_counter() - start)
+
+
+def _cell(size: int, tokens: int, seconds: float) -> dict[str, Any]:
+    return {
+        "tokens": tokens,
+        "bytes_per_token": size / tokens,
+        "seconds": seconds,
+        "mb_per_second": size / 1e6 / seconds,
+    }
+
+
+def _total(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    size = sum(row["bytes"] for row in rows)
+    sums = [
+        _cell(size, sum(cell["tokens"] for cell in column), sum(cell["seconds"] for cell in column))
+        for column in zip(*(row["cells"] for row in rows), strict=True)
+    ]
+    return {"file": "all", "bytes": size, "cells": sums}
