@@ -8,8 +8,7 @@ use std::fs::File;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
-use crate::scan::{for_each_batch, is_safe_cut};
-use crate::specials::Specials;
+use crate::pattern::{Cutter, Failure};
 use crate::words::WordTable;
 
 /// Why counting stopped.
@@ -19,16 +18,35 @@ pub enum CountError {
     Unreadable(usize, String),
     /// Index of the file and byte offset of the first ill-formed UTF-8 sequence.
     IllFormed(usize, u64),
+    /// The pattern's engine gave up.
+    Pattern(Failure),
+    /// The table of words outgrew its bound.
+    Full,
     Cancelled,
 }
 
-/// What to do with bytes that are not UTF-8.
-#[derive(Clone, Copy, PartialEq)]
-pub enum OnIllFormed {
-    Stop,
-    /// Replace each ill-formed sequence by U+FFFD, as Python's `errors="replace"` does, and count them.
-    Replace,
+/// What is wrong with one block.
+#[derive(Debug, PartialEq)]
+pub enum BlockError {
+    /// Offset of the first ill-formed UTF-8 sequence.
+    IllFormed(usize),
+    Pattern(Failure),
+    Full,
 }
+
+/// What to do about text that does not fit.
+#[derive(Clone, Copy)]
+pub struct Rules {
+    /// Replace each ill-formed UTF-8 sequence by U+FFFD, as Python's `errors="replace"` does, and count them; or stop.
+    pub replace: bool,
+    /// Bound of one table of words, in bytes.
+    pub most_bytes: usize,
+    /// At the bound, forget the rarest words; or stop.
+    pub prune: bool,
+}
+
+#[cfg(test)]
+const STRICT: Rules = Rules { replace: false, most_bytes: usize::MAX, prune: false };
 
 /// Word counts of the text seen so far.
 #[derive(Default)]
@@ -37,46 +55,74 @@ pub struct Counted {
     /// Sequences replaced by U+FFFD.
     pub replaced: u64,
     pub bytes: u64,
+    /// Occurrences of words that were forgotten at the bound.
+    pub dropped: u64,
 }
 
 impl Counted {
-    /// Counts the pre-tokens of one block of text. The error is the offset of an ill-formed sequence.
-    pub fn add_block(&mut self, block: &[u8], specials: &Specials, policy: OnIllFormed) -> Result<(), usize> {
+    /// Counts the pre-tokens of one block of text.
+    pub fn add_block(&mut self, block: &[u8], cutter: &Cutter, rules: Rules) -> Result<(), BlockError> {
         self.bytes += block.len() as u64;
         match std::str::from_utf8(block) {
-            Ok(_) => self.add_text(block, specials),
-            Err(error) if policy == OnIllFormed::Stop => return Err(error.valid_up_to()),
+            Ok(_) => self.add_text(block, cutter, rules),
+            Err(error) if !rules.replace => Err(BlockError::IllFormed(error.valid_up_to())),
             Err(_) => {
                 self.replaced += block.utf8_chunks().filter(|chunk| !chunk.invalid().is_empty()).count() as u64;
-                self.add_text(String::from_utf8_lossy(block).as_bytes(), specials);
+                self.add_text(String::from_utf8_lossy(block).as_bytes(), cutter, rules)
             }
+        }
+    }
+
+    fn add_text(&mut self, text: &[u8], cutter: &Cutter, rules: Rules) -> Result<(), BlockError> {
+        let mut state = (self, Ok(()));
+        cutter.specials.split(
+            text,
+            &mut state,
+            |(counted, result), segment| {
+                let done = cutter.pattern.for_each_batch(segment, |bounds| {
+                    if result.is_ok() {
+                        counted.words.add_batch(segment, bounds);
+                        *result = counted.keep_within(rules.most_bytes, rules.prune);
+                    }
+                });
+                if let Err(failure) = done {
+                    *result = Err(BlockError::Pattern(failure));
+                }
+            },
+            |_, _| {},
+        );
+        state.1
+    }
+
+    /// Holds the table to its bound.
+    fn keep_within(&mut self, most_bytes: usize, prune: bool) -> Result<(), BlockError> {
+        if self.words.bytes() > most_bytes {
+            if !prune {
+                return Err(BlockError::Full);
+            }
+            self.dropped += self.words.prune();
         }
         Ok(())
     }
 
-    fn add_text(&mut self, text: &[u8], specials: &Specials) {
-        specials.split(
-            text,
-            &mut self.words,
-            |words, segment| for_each_batch(segment, |bounds| words.add_batch(segment, bounds)),
-            |_, _| {},
-        );
-    }
-
     pub fn absorb(&mut self, other: Counted) {
-        self.words.absorb(other.words);
+        if self.words.is_empty() {
+            self.words = other.words;
+        } else {
+            self.words.absorb(other.words);
+        }
         self.replaced += other.replaced;
         self.bytes += other.bytes;
+        self.dropped += other.dropped;
     }
 }
 
 /// Ends of the blocks of a text, each about `size` bytes long.
-pub fn block_ends(text: &[u8], size: usize, specials: &Specials) -> Vec<usize> {
+pub fn block_ends(text: &[u8], size: usize, cutter: &Cutter) -> Vec<usize> {
     let mut ends = Vec::new();
     let mut start = 0;
     while start < text.len() {
-        let end =
-            (start + size.max(1)..text.len()).find(|&at| specials.is_cut(text, at, is_safe_cut)).unwrap_or(text.len());
+        let end = (start + size.max(1)..text.len()).find(|&at| cutter.is_cut(text, at)).unwrap_or(text.len());
         ends.push(end);
         start = end;
     }
@@ -96,21 +142,19 @@ struct Work<'a> {
 }
 
 impl Work<'_> {
-    /// One thread's share: blocks until none is left. The error is (file, offset).
-    fn count(&self, specials: &Specials, policy: OnIllFormed) -> Result<Counted, (usize, u64)> {
+    /// One thread's share: blocks until none is left. The error is (file, start of the block, what is wrong).
+    fn count(&self, cutter: &Cutter, rules: Rules) -> Result<Counted, (usize, usize, BlockError)> {
         let mut counted = Counted::default();
         loop {
             let index = self.next.fetch_add(1, Ordering::Relaxed);
-            if index >= self.blocks.len() || self.cancel.load(Ordering::Relaxed) {
-                return Ok(counted);
-            }
-            if index > self.failed.load(Ordering::Relaxed) {
+            let needless = index >= self.blocks.len() || index > self.failed.load(Ordering::Relaxed);
+            if needless || self.cancel.load(Ordering::Relaxed) {
                 return Ok(counted);
             }
             let (file, start, end) = self.blocks[index];
-            if let Err(offset) = counted.add_block(&self.texts[file][start..end], specials, policy) {
+            if let Err(error) = counted.add_block(&self.texts[file][start..end], cutter, rules) {
                 self.failed.fetch_min(index, Ordering::Relaxed);
-                return Err((file, (start + offset) as u64));
+                return Err((file, start, error));
             }
             self.done.fetch_add((end - start) as u64, Ordering::Relaxed);
         }
@@ -123,8 +167,8 @@ const BLOCK: usize = 1 << 20;
 /// Counts the pre-tokens of whole files. `done` is raised by the bytes finished; setting `cancel` ends the work soon.
 pub fn count_files(
     paths: &[PathBuf],
-    specials: &Specials,
-    policy: OnIllFormed,
+    cutter: &Cutter,
+    rules: Rules,
     threads: usize,
     done: &AtomicU64,
     cancel: &AtomicBool,
@@ -144,7 +188,7 @@ pub fn count_files(
     let mut blocks = Vec::new();
     for (file, text) in texts.iter().enumerate() {
         let mut start = 0;
-        for end in block_ends(text, BLOCK, specials) {
+        for end in block_ends(text, BLOCK, cutter) {
             blocks.push((file, start, end));
             start = end;
         }
@@ -157,26 +201,27 @@ pub fn count_files(
         cancel,
         failed: AtomicUsize::new(usize::MAX),
     };
-    let results = on_threads(threads.min(blocks.len()), || work.count(specials, policy));
+    let results = on_threads(threads.min(blocks.len()), || work.count(cutter, rules));
     if cancel.load(Ordering::Relaxed) {
         return Err(CountError::Cancelled);
     }
     let mut total = Counted::default();
-    let mut first_error = None;
+    let mut errors = Vec::new();
     for result in results {
         match result {
-            Ok(counted) if total.words.is_empty() => {
-                let (bytes, replaced) = (total.bytes, total.replaced);
-                total = counted;
-                total.bytes += bytes;
-                total.replaced += replaced;
+            Ok(counted) => {
+                total.absorb(counted);
+                if let Err(error) = total.keep_within(rules.most_bytes.saturating_mul(threads), rules.prune) {
+                    errors.push((files.len(), 0, error));
+                }
             }
-            Ok(counted) => total.absorb(counted),
-            Err(place) => first_error = Some(first_error.map_or(place, |first: (usize, u64)| first.min(place))),
+            Err(error) => errors.push(error),
         }
     }
-    match first_error {
-        Some((file, offset)) => Err(CountError::IllFormed(files[file], offset)),
+    match errors.into_iter().min_by_key(|&(file, start, _)| (file, start)) {
+        Some((file, start, BlockError::IllFormed(at))) => Err(CountError::IllFormed(files[file], (start + at) as u64)),
+        Some((_, _, BlockError::Full)) => Err(CountError::Full),
+        Some((_, _, BlockError::Pattern(failure))) => Err(CountError::Pattern(failure)),
         None => Ok(total),
     }
 }
@@ -209,14 +254,14 @@ mod tests {
 
     #[test]
     fn blocks_of_any_size_count_alike() {
-        let specials = Specials::new(&[b"<|end|>".to_vec(), b"dog. <".to_vec()]).unwrap();
+        let cutter = Cutter::new("gpt2", &[b"<|end|>".to_vec(), b"dog. <".to_vec()]).unwrap();
         let mut whole = Counted::default();
-        whole.add_block(TEXT.as_bytes(), &specials, OnIllFormed::Stop).unwrap();
+        whole.add_block(TEXT.as_bytes(), &cutter, STRICT).unwrap();
         for size in 1..TEXT.len() {
             let mut parts = Counted::default();
             let mut start = 0;
-            for end in block_ends(TEXT.as_bytes(), size, &specials) {
-                parts.add_block(&TEXT.as_bytes()[start..end], &specials, OnIllFormed::Stop).unwrap();
+            for end in block_ends(TEXT.as_bytes(), size, &cutter) {
+                parts.add_block(&TEXT.as_bytes()[start..end], &cutter, STRICT).unwrap();
                 start = end;
             }
             assert_eq!(table(&parts.words), table(&whole.words), "block size {size}");
@@ -225,11 +270,11 @@ mod tests {
 
     #[test]
     fn ill_formed_text_stops_or_is_replaced() {
-        let specials = Specials::default();
+        let cutter = Cutter::new("gpt2", &[]).unwrap();
         let mut counted = Counted::default();
-        assert_eq!(counted.add_block(b"ab\xFFcd", &specials, OnIllFormed::Stop), Err(2));
+        assert_eq!(counted.add_block(b"ab\xFFcd", &cutter, STRICT), Err(BlockError::IllFormed(2)));
         let mut counted = Counted::default();
-        counted.add_block(b"ab\xFF\xE4\xB8cd", &specials, OnIllFormed::Replace).unwrap();
+        counted.add_block(b"ab\xFF\xE4\xB8cd", &cutter, Rules { replace: true, ..STRICT }).unwrap();
         assert_eq!(counted.replaced, 2);
         assert_eq!(table(&counted.words)["\u{FFFD}\u{FFFD}".as_bytes()], 1);
     }
@@ -242,9 +287,9 @@ mod tests {
         std::fs::write(&paths[0], TEXT.repeat(30_000)).unwrap();
         std::fs::write(&paths[1], "").unwrap();
         std::fs::write(&paths[2], TEXT).unwrap();
-        let specials = Specials::new(&[b"<|end|>".to_vec()]).unwrap();
+        let cutter = Cutter::new("gpt2", &[b"<|end|>".to_vec()]).unwrap();
         let run = |paths: &[PathBuf], threads| {
-            count_files(paths, &specials, OnIllFormed::Stop, threads, &AtomicU64::new(0), &AtomicBool::new(false))
+            count_files(paths, &cutter, STRICT, threads, &AtomicU64::new(0), &AtomicBool::new(false))
         };
         let one = run(&paths, 1).unwrap();
         let three = run(&paths, 3).unwrap();

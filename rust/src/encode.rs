@@ -6,12 +6,12 @@
 //! within a few cache lines); longer ones with a heap, O(n log n); very long ones rank by rank, O(n). Nothing recurses.
 
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BinaryHeap, HashMap};
 
 use crate::cache::{Cache, Known, Work, INLINE};
 use crate::pairs::{RankTable, NO_RANK};
-use crate::scan::{for_each_batch, is_safe_cut, MOST};
-use crate::specials::Specials;
+use crate::pattern::{Cutter, Failure};
+use crate::scan::MOST;
 use crate::words::{pack, PACKED};
 
 /// Longest piece, in bytes, that is merged by plain scanning.
@@ -55,8 +55,13 @@ pub struct Model {
     merged: Vec<u32>,
     /// Whether every merge comes after the merges that make its parts, as training leaves them.
     ordered: bool,
-    specials: Specials,
-    special_ids: Vec<u32>,
+    whole_pieces: HashMap<Box<[u8]>, u32>,
+}
+
+/// How a text becomes segments and pieces, and the ids of its special tokens.
+pub struct Splitter {
+    pub cutter: Cutter,
+    pub special_ids: Vec<u32>,
 }
 
 /// A number that holds ids: u16 (for vocabularies of at most 65,536 tokens) or u32.
@@ -120,20 +125,23 @@ impl<T: Width> Ids<T> {
 }
 
 impl Model {
-    /// `tokens[id]` are the bytes of an id (None: no such id), `merges` are (left id, right id, merged id) by rank. The
-    /// error is a text for the user.
+    /// `tokens[id]` are the bytes of an id (None: no such id), `merges` are (left id, right id, rank), `merged[rank]` is
+    /// the id made. With `whole`, a piece that is a token is not merged. The error is a text for the user.
     pub fn new(
         tokens: &[Option<Vec<u8>>],
         merges: &[(u32, u32, u32)],
-        specials: &[(Vec<u8>, u32)],
+        merged: Vec<u32>,
+        special_ids: &[u32],
+        whole: bool,
     ) -> Result<Self, String> {
         let mut byte_ids = [u32::MAX; 256];
-        let special_ids: Vec<u32> = specials.iter().map(|special| special.1).collect();
+        let ordinary = |id: usize| !special_ids.contains(&(id as u32));
+        let mut whole_pieces = HashMap::new();
         for (id, token) in tokens.iter().enumerate().rev() {
-            if let Some(&[byte]) = token.as_deref() {
-                if !special_ids.contains(&(id as u32)) {
-                    byte_ids[byte as usize] = id as u32;
-                }
+            match token.as_deref() {
+                Some(&[byte]) if ordinary(id) => byte_ids[byte as usize] = id as u32,
+                Some(bytes) if whole && ordinary(id) => _ = whole_pieces.insert(bytes.into(), id as u32),
+                _ => {}
             }
         }
         if let Some(byte) = byte_ids.iter().position(|&id| id == u32::MAX) {
@@ -148,23 +156,13 @@ impl Model {
             bytes.extend_from_slice(token.as_deref().unwrap_or_default());
             starts.push(bytes.len());
         }
-        for (rank, &(left, right, _)) in merges.iter().enumerate() {
-            ranks.insert(left, right, rank as u32);
+        for &(left, right, rank) in merges {
+            ranks.insert(left, right, rank);
         }
         let byte_ranks = (0..1 << 16).map(|pair: usize| ranks.get(byte_ids[pair >> 8], byte_ids[pair & 255])).collect();
-        let names: Vec<Vec<u8>> = specials.iter().map(|special| special.0.clone()).collect();
-        Ok(Model {
-            bytes,
-            starts,
-            holes: tokens.iter().map(Option::is_none).collect(),
-            byte_ids,
-            ranks,
-            byte_ranks,
-            merged: merges.iter().map(|merge| merge.2).collect(),
-            ordered: is_ordered(tokens.len(), merges),
-            specials: Specials::new(&names)?,
-            special_ids,
-        })
+        let ordered = is_ordered(tokens.len(), merges, &merged);
+        let holes = tokens.iter().map(Option::is_none).collect();
+        Ok(Model { bytes, starts, holes, byte_ids, ranks, byte_ranks, merged, ordered, whole_pieces })
     }
 
     /// One more than the highest id.
@@ -182,18 +180,38 @@ impl Model {
         self.ranks.get(left, right)
     }
 
-    /// Appends the ids of a text to `out`. Without `specials`, special tokens count as ordinary text.
-    pub fn encode<T: Width>(&self, text: &[u8], specials: bool, cache: &mut Cache, out: &mut Ids<T>) {
-        if !specials {
-            for_each_batch(text, |bounds| self.encode_batch(text, bounds, cache, out));
-            return;
-        }
-        self.specials.split(
+    /// Appends the ids of a text to `out`.
+    pub fn encode<T: Width>(
+        &self,
+        text: &[u8],
+        by: &Splitter,
+        cache: &mut Cache,
+        out: &mut Ids<T>,
+    ) -> Result<(), Failure> {
+        let mut state = (cache, out, Ok(()));
+        by.cutter.specials.split(
             text,
-            &mut (cache, out),
-            |(cache, out), segment| for_each_batch(segment, |bounds| self.encode_batch(segment, bounds, cache, out)),
-            |(_, out), index| out.extend(&[self.special_ids[index]]),
+            &mut state,
+            |(cache, out, result), segment| {
+                let done = self.encode_ordinary(segment, by, cache, out);
+                if done.is_err() {
+                    *result = done;
+                }
+            },
+            |(_, out, _), index| out.extend(&[by.special_ids[index]]),
         );
+        state.2
+    }
+
+    /// The same with special tokens as ordinary text.
+    pub fn encode_ordinary<T: Width>(
+        &self,
+        text: &[u8],
+        by: &Splitter,
+        cache: &mut Cache,
+        out: &mut Ids<T>,
+    ) -> Result<(), Failure> {
+        by.cutter.pattern.for_each_batch(text, |bounds| self.encode_batch(text, bounds, cache, out))
     }
 
     /// The pieces of a batch. Their cache entries are fetched together, so that the waits for memory overlap.
@@ -223,7 +241,9 @@ impl Model {
     /// Leaves the ids of one piece in `work.ids`.
     fn encode_piece(&self, piece: &[u8], work: &mut Work) {
         work.ids.clear();
-        if piece.len() <= SMALL {
+        if let Some(&id) = self.whole_pieces.get(piece) {
+            work.ids.push(id);
+        } else if piece.len() <= SMALL {
             self.encode_small(piece, &mut work.ids);
         } else if piece.len() <= LONG || !self.ordered {
             self.encode_long(piece, work);
@@ -377,15 +397,28 @@ impl Model {
         self.starts[id as usize + 1] - self.starts[id as usize]
     }
 
-    /// Appends the bytes of the ids. The error is the first id that the vocabulary does not have.
-    pub fn decode(&self, ids: impl Iterator<Item = u64>, out: &mut Vec<u8>) -> Result<(), u64> {
-        for id in ids {
-            if id >= self.size() as u64 || self.holes[id as usize] {
+    /// The bytes of ids. The error is the first id that the vocabulary does not have.
+    pub fn decode(&self, ids: &[u32]) -> Result<Vec<u8>, u32> {
+        let mut length = 0;
+        for &id in ids {
+            if id as usize >= self.size() || self.holes[id as usize] {
                 return Err(id);
             }
-            out.extend_from_slice(self.token(id as u32));
+            length += self.span(id);
         }
-        Ok(())
+        // Most tokens are short: copying 16 bytes whatever their length needs no call, if there is room for them.
+        let mut out = vec![0; length + 16];
+        let mut at = 0;
+        for &id in ids {
+            let (start, span) = (self.starts[id as usize], self.span(id));
+            match (self.bytes.get(start..start + 16), out.get_mut(at..at + 16)) {
+                (Some(from), Some(to)) if span <= 16 => to.copy_from_slice(from),
+                _ => out[at..at + span].copy_from_slice(self.token(id)),
+            }
+            at += span;
+        }
+        out.truncate(length);
+        Ok(out)
     }
 }
 
@@ -394,15 +427,13 @@ const LAST: u32 = 1 << 31;
 /// A slot inside a token.
 const INNER: u32 = u32::MAX;
 
-fn is_ordered(size: usize, merges: &[(u32, u32, u32)]) -> bool {
+fn is_ordered(size: usize, merges: &[(u32, u32, u32)], merged: &[u32]) -> bool {
     let mut made = vec![None; size];
-    for (rank, &(_, _, new)) in merges.iter().enumerate() {
-        made[new as usize] = Some(rank);
+    for &(_, _, rank) in merges {
+        let last = &mut made[merged[rank as usize] as usize];
+        *last = Some(rank).max(*last);
     }
-    merges
-        .iter()
-        .enumerate()
-        .all(|(rank, &(left, right, _))| made[left as usize] < Some(rank) && made[right as usize] < Some(rank))
+    merges.iter().all(|&(left, right, rank)| made[left as usize] < Some(rank) && made[right as usize] < Some(rank))
 }
 
 /// A text that arrives in parts. The ids do not depend on where it is cut: what could still change waits.
@@ -415,28 +446,37 @@ pub struct Stream {
 
 impl Stream {
     /// Takes a part and appends the ids that are certain by now.
-    pub fn feed<T: Width>(&mut self, model: &Model, part: &[u8], cache: &mut Cache, out: &mut Ids<T>) {
+    pub fn feed<T: Width>(
+        &mut self,
+        model: &Model,
+        by: &Splitter,
+        part: &[u8],
+        cache: &mut Cache,
+        out: &mut Ids<T>,
+    ) -> Result<(), Failure> {
         self.pending.extend_from_slice(part);
         if self.pending.len() < self.patience {
-            return;
+            return Ok(());
         }
-        // A character or a special token that begins later than this might not be complete yet.
-        let visible = (self.pending.len() + 1).saturating_sub(model.specials.longest().max(4));
-        let text = &self.pending;
-        match (1..=visible).rev().find(|&at| model.specials.is_cut(text, at, is_safe_cut)) {
-            Some(at) => {
-                model.encode(&self.pending[..at], true, cache, out);
-                self.pending.drain(..at);
-                self.patience = 0;
-            }
-            None => self.patience = self.pending.len() * 2,
-        }
+        let Some(at) = by.cutter.last_cut(&self.pending) else {
+            self.patience = self.pending.len() * 2;
+            return Ok(());
+        };
+        let result = model.encode(&self.pending[..at], by, cache, out);
+        self.pending.drain(..at);
+        self.patience = 0;
+        result
     }
 
     /// The rest of the ids.
-    pub fn finish<T: Width>(&mut self, model: &Model, cache: &mut Cache, out: &mut Ids<T>) {
-        model.encode(&self.pending, true, cache, out);
-        *self = Stream::default();
+    pub fn finish<T: Width>(
+        &mut self,
+        model: &Model,
+        by: &Splitter,
+        cache: &mut Cache,
+        out: &mut Ids<T>,
+    ) -> Result<(), Failure> {
+        model.encode(&std::mem::take(self).pending, by, cache, out)
     }
 }
 
@@ -445,19 +485,22 @@ mod tests {
     use super::*;
 
     /// A model over a, b and c with a few merges, some of which overlap themselves.
-    fn model() -> Model {
+    fn model() -> (Model, Splitter) {
         let mut tokens: Vec<Option<Vec<u8>>> = (0..=255u8).map(|byte| Some(vec![byte])).collect();
         let mut merges = Vec::new();
         for (left, right) in
             [("a", "a"), ("a", "b"), ("aa", "aa"), ("b", "c"), ("aa", "ab"), (" ", "a"), ("aaaa", "a"), ("bc", "bc")]
         {
             let find = |name: &str| tokens.iter().position(|t| t.as_deref() == Some(name.as_bytes())).unwrap() as u32;
-            merges.push((find(left), find(right), tokens.len() as u32));
+            merges.push((find(left), find(right), merges.len() as u32));
             tokens.push(Some([left.as_bytes(), right.as_bytes()].concat()));
         }
-        let specials = vec![(b"<e>".to_vec(), tokens.len() as u32), (b"<e><e>".to_vec(), tokens.len() as u32 + 1)];
-        tokens.extend(specials.iter().map(|special| Some(special.0.clone())));
-        Model::new(&tokens, &merges, &specials).unwrap()
+        let merged = (256..tokens.len() as u32).collect();
+        let specials = [b"<e>".to_vec(), b"<e><e>".to_vec()];
+        let special_ids = vec![tokens.len() as u32, tokens.len() as u32 + 1];
+        tokens.extend(specials.iter().map(|special| Some(special.clone())));
+        let model = Model::new(&tokens, &merges, merged, &special_ids, false).unwrap();
+        (model, Splitter { cutter: Cutter::new("gpt2", &specials).unwrap(), special_ids })
     }
 
     /// The definition: merge the leftmost pair of the lowest rank until there is none.
@@ -487,7 +530,7 @@ mod tests {
 
     #[test]
     fn pieces_equal_the_definition_at_any_length() {
-        let (model, mut state) = (model(), 3);
+        let ((model, _), mut state) = (model(), 3);
         for round in 0..600 {
             let piece = random_text(&mut state, 1 + round % 150);
             let mut work = Work::default();
@@ -506,27 +549,27 @@ mod tests {
 
     #[test]
     fn knows_whether_merges_are_ordered() {
-        assert!(model().ordered);
-        assert!(is_ordered(5, &[(0, 1, 2), (2, 0, 3)]));
-        assert!(!is_ordered(5, &[(2, 0, 3), (0, 1, 2)]));
-        assert!(!is_ordered(5, &[(0, 1, 2), (2, 0, 3), (1, 1, 2)]));
+        assert!(model().0.ordered);
+        assert!(is_ordered(5, &[(0, 1, 0), (2, 0, 1)], &[2, 3]));
+        assert!(!is_ordered(5, &[(2, 0, 0), (0, 1, 1)], &[3, 2]));
+        assert!(!is_ordered(5, &[(0, 1, 0), (2, 0, 1), (1, 1, 2)], &[2, 3, 2]));
     }
 
     #[test]
     fn streams_give_the_same_ids_wherever_they_are_cut() {
-        let (model, mut state, mut cache) = (model(), 5, Cache::default());
+        let ((model, by), mut state, mut cache) = (model(), 5, Cache::default());
         for _ in 0..60 {
             let text = random_text(&mut state, 40);
             let mut whole = Ids::<u32>::default();
-            model.encode(&text, true, &mut cache, &mut whole);
+            model.encode(&text, &by, &mut cache, &mut whole).unwrap();
             let whole = whole.into_vec();
-            let mut back = Vec::new();
-            model.decode(whole.iter().map(|&id| id as u64), &mut back).unwrap();
-            assert_eq!(back, text);
+            assert_eq!(model.decode(&whole).unwrap(), text);
             for size in 1..text.len() {
                 let (mut stream, mut ids) = (Stream::default(), Ids::<u32>::default());
-                text.chunks(size).for_each(|part| stream.feed(&model, part, &mut cache, &mut ids));
-                stream.finish(&model, &mut cache, &mut ids);
+                for part in text.chunks(size) {
+                    stream.feed(&model, &by, part, &mut cache, &mut ids).unwrap();
+                }
+                stream.finish(&model, &by, &mut cache, &mut ids).unwrap();
                 assert_eq!(ids.into_vec(), whole, "{:?} in parts of {size}", String::from_utf8_lossy(&text));
             }
         }
@@ -534,7 +577,7 @@ mod tests {
 
     #[test]
     fn unknown_ids_and_missing_bytes_are_errors() {
-        assert_eq!(model().decode([97, 9999].into_iter(), &mut Vec::new()), Err(9999));
-        assert!(Model::new(&[Some(b"a".to_vec())], &[], &[]).is_err_and(|error| error.contains("0x00")));
+        assert_eq!(model().0.decode(&[97, 9999]), Err(9999));
+        assert!(Model::new(&[Some(b"a".to_vec())], &[], vec![], &[], false).is_err_and(|error| error.contains("0x00")));
     }
 }

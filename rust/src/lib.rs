@@ -1,12 +1,13 @@
 //! The tokenizer's core: byte-level BPE, training and encoding. `python.rs` is the only file that knows Python.
 //!
-//! Training: `count` (files → pre-tokens → counts, with `scan`, `specials`, `words`), then `train` (counts → merges, with
+//! Training: `count` (files → pre-tokens → counts, with `pattern`, `scan`, `specials`, `words`), then `train` (counts → merges, with
 //! `queue` and `pairs`). Encoding: `encode`, with `cache`.
 
 pub mod cache;
 pub mod count;
 pub mod encode;
 pub mod pairs;
+pub mod pattern;
 #[cfg(feature = "python")]
 mod python;
 pub mod queue;

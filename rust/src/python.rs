@@ -6,15 +6,15 @@ use std::sync::mpsc::{channel, RecvTimeoutError};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use pyo3::exceptions::{PyOSError, PyTypeError, PyUnicodeDecodeError, PyValueError};
+use pyo3::exceptions::{PyMemoryError, PyOSError, PyTypeError, PyUnicodeDecodeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes, PyList, PyString};
 
 use crate::cache::Cache;
-use crate::count::{count_files, on_threads, CountError, Counted, OnIllFormed};
-use crate::encode::{Ids, Model, Stream, Width};
-use crate::specials::Specials;
-use crate::train::{TrainError, Trainer};
+use crate::count::{count_files, on_threads, BlockError, CountError, Counted, Rules};
+use crate::encode::{Ids, Model, Splitter, Stream, Width};
+use crate::pattern::{Cutter, Failure};
+use crate::train::{Ties, TrainError, Trainer};
 
 /// How often a long computation looks for Ctrl-C and reports progress.
 const TICK: Duration = Duration::from_millis(100);
@@ -41,21 +41,38 @@ fn text_of<'a>(text: &'a Bound<'_, PyAny>) -> PyResult<&'a [u8]> {
 /// Word counts, gathered from files and from blocks of text.
 #[pyclass]
 struct WordCounter {
-    specials: Specials,
-    policy: OnIllFormed,
+    cutter: Cutter,
+    rules: Rules,
     counted: Counted,
+    /// End of a text that goes on, from where it may be cut; what was counted of it so far, in bytes; and before how
+    /// many bytes it is not worth looking for a cut (doubled after a vain search: linear in total).
+    pending: Vec<u8>,
+    fed: u64,
+    patience: usize,
+}
+
+impl WordCounter {
+    /// Counts the first `length` bytes of `pending`.
+    fn count_pending(&mut self, py: Python<'_>, length: usize) -> PyResult<()> {
+        let (cutter, rules, counted, pending) = (&self.cutter, self.rules, &mut self.counted, &self.pending);
+        py.detach(|| counted.add_block(&pending[..length], cutter, rules))
+            .map_err(|error| block_error(error, self.fed))?;
+        self.pending.drain(..length);
+        self.fed += length as u64;
+        self.patience = 0;
+        Ok(())
+    }
 }
 
 #[pymethods]
 impl WordCounter {
+    /// `most_bytes`: bound of a table of words; at the bound `prune` forgets the rarest, otherwise MemoryError is raised.
     #[new]
-    fn new(specials: Vec<Vec<u8>>, replace: bool) -> PyResult<Self> {
-        let policy = if replace { OnIllFormed::Replace } else { OnIllFormed::Stop };
-        Ok(WordCounter {
-            specials: Specials::new(&specials).map_err(PyValueError::new_err)?,
-            policy,
-            counted: Counted::default(),
-        })
+    #[pyo3(signature = (specials, replace, pattern="gpt2", most_bytes=usize::MAX, prune=false))]
+    fn new(specials: Vec<Vec<u8>>, replace: bool, pattern: &str, most_bytes: usize, prune: bool) -> PyResult<Self> {
+        let cutter = Cutter::new(pattern, &specials).map_err(PyValueError::new_err)?;
+        let rules = Rules { replace, most_bytes, prune };
+        Ok(WordCounter { cutter, rules, counted: Counted::default(), pending: Vec::new(), fed: 0, patience: 0 })
     }
 
     /// Counts whole files. UnicodeDecodeError's `object` is the index of the file (as bytes) when one is not UTF-8.
@@ -68,13 +85,13 @@ impl WordCounter {
         progress: Option<Py<PyAny>>,
     ) -> PyResult<()> {
         let (done, cancel) = (AtomicU64::new(0), AtomicBool::new(false));
-        let (specials, policy) = (&self.specials, self.policy);
+        let (cutter, rules) = (&self.cutter, self.rules);
         let (result, raised) = py.detach(|| {
             std::thread::scope(|scope| {
                 let (finished, wait) = channel();
                 let (paths, done, cancel) = (&paths, &done, &cancel);
                 let worker = scope.spawn(move || {
-                    let result = count_files(paths, specials, policy, threads, done, cancel);
+                    let result = count_files(paths, cutter, rules, threads, done, cancel);
                     let _ = finished.send(());
                     result
                 });
@@ -94,6 +111,8 @@ impl WordCounter {
         match result {
             Ok(Ok(counted)) => self.counted.absorb(counted),
             Ok(Err(CountError::IllFormed(file, offset))) => return Err(ill_formed(file, offset)),
+            Ok(Err(CountError::Pattern(failure))) => return Err(PyValueError::new_err(failure)),
+            Ok(Err(CountError::Full)) => return Err(block_error(BlockError::Full, 0)),
             Ok(Err(CountError::Unreadable(file, reason))) => {
                 return Err(PyOSError::new_err(format!("{}: {reason}", paths[file].display())))
             }
@@ -105,11 +124,32 @@ impl WordCounter {
         Ok(())
     }
 
-    /// Counts one block of text; it must end where a cut changes nothing (at the end of a document).
+    /// Counts a part of a text that may go on.
+    fn feed(&mut self, py: Python<'_>, part: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.pending.extend_from_slice(text_of(part)?);
+        if self.pending.len() < self.patience {
+            return Ok(());
+        }
+        match self.cutter.last_cut(&self.pending) {
+            Some(at) => self.count_pending(py, at),
+            None => {
+                self.patience = self.pending.len() * 2;
+                Ok(())
+            }
+        }
+    }
+
+    /// Counts a text.
     fn add_text(&mut self, py: Python<'_>, text: &Bound<'_, PyAny>) -> PyResult<()> {
-        let block = text_of(text)?;
-        let (specials, policy, counted) = (&self.specials, self.policy, &mut self.counted);
-        py.detach(|| counted.add_block(block, specials, policy)).map_err(|offset| ill_formed(0, offset as u64))
+        self.feed(py, text)?;
+        self.end_text(py)
+    }
+
+    /// Ends the text that was fed.
+    fn end_text(&mut self, py: Python<'_>) -> PyResult<()> {
+        self.count_pending(py, self.pending.len())?;
+        self.fed = 0;
+        Ok(())
     }
 
     /// Adds counts of finished words (pre-tokens).
@@ -119,9 +159,9 @@ impl WordCounter {
         }
     }
 
-    /// (distinct words, bytes read, sequences replaced)
-    fn totals(&self) -> (usize, u64, u64) {
-        (self.counted.words.len(), self.counted.bytes, self.counted.replaced)
+    /// (distinct words, bytes read, sequences replaced, occurrences forgotten)
+    fn totals(&self) -> (usize, u64, u64, u64) {
+        (self.counted.words.len(), self.counted.bytes, self.counted.replaced, self.counted.dropped)
     }
 
     /// All words and their counts, unordered.
@@ -131,18 +171,21 @@ impl WordCounter {
         found
     }
 
-    /// Finds up to `wanted` merges.
+    /// Finds up to `wanted` merges; ties by Hugging Face's rule or to the greatest pair.
+    #[pyo3(signature = (wanted, progress, hugging_face=false))]
     fn train<'py>(
         &self,
         py: Python<'py>,
         wanted: usize,
         progress: Option<Py<PyAny>>,
+        hugging_face: bool,
     ) -> PyResult<Vec<(Bound<'py, PyBytes>, Bound<'py, PyBytes>)>> {
         let words = &self.counted.words;
+        let ties = if hugging_face { Ties::HuggingFace } else { Ties::Greatest };
         let mut raised = None;
         let result = py.detach(|| {
             let mut last = Instant::now();
-            Trainer::new(words)?.run(wanted, &mut |done| {
+            Trainer::new(words, ties)?.run(wanted, &mut |done| {
                 if last.elapsed() >= TICK {
                     last = Instant::now();
                     raised = tick(progress.as_ref(), "merge", done as u64, wanted as u64).err();
@@ -164,6 +207,14 @@ impl WordCounter {
     }
 }
 
+fn block_error(error: BlockError, offset: u64) -> PyErr {
+    match error {
+        BlockError::IllFormed(at) => ill_formed(0, offset + at as u64),
+        BlockError::Pattern(failure) => PyValueError::new_err(failure),
+        BlockError::Full => PyMemoryError::new_err("the table of distinct words is full"),
+    }
+}
+
 fn ill_formed(file: usize, offset: u64) -> PyErr {
     PyUnicodeDecodeError::new_err(("utf-8", file.to_string().into_bytes(), offset, offset + 1, "invalid UTF-8"))
 }
@@ -172,6 +223,7 @@ fn ill_formed(file: usize, offset: u64) -> PyErr {
 #[pyclass(frozen)]
 struct Encoder {
     model: Model,
+    splitter: Splitter,
     /// Caches at rest. A call takes one (or makes one) and gives it back, so no two threads share one.
     caches: Mutex<Vec<Cache>>,
 }
@@ -192,12 +244,17 @@ impl Encoder {
         result
     }
 
-    fn encode_text<T: Width>(&self, text: &[u8], specials: bool) -> Vec<T> {
-        self.with_cache(|cache| {
-            let mut ids = Ids::for_text(text.len());
-            self.model.encode(text, specials, cache, &mut ids);
-            ids.into_vec()
-        })
+    fn encode_text<T: Width>(&self, text: &[u8], specials: bool, cache: &mut Cache) -> Result<Vec<T>, Failure> {
+        let mut ids = Ids::for_text(text.len());
+        match specials {
+            true => self.model.encode(text, &self.splitter, cache, &mut ids)?,
+            false => self.model.encode_ordinary(text, &self.splitter, cache, &mut ids)?,
+        }
+        Ok(ids.into_vec())
+    }
+
+    fn encode_one<T: Width + Send>(&self, py: Python<'_>, text: &[u8], specials: bool) -> PyResult<Vec<T>> {
+        py.detach(|| self.with_cache(|cache| self.encode_text(text, specials, cache))).map_err(PyValueError::new_err)
     }
 }
 
@@ -212,21 +269,27 @@ const WORTH_A_THREAD: usize = 1 << 16;
 
 #[pymethods]
 impl Encoder {
-    /// `tokens[id]`, merges as (left, right, merged) ids by rank, special tokens as (bytes, id).
+    /// `tokens[id]`, merges as (left id, right id, rank), `merged[rank]` the id made, special tokens as (bytes, id). With
+    /// `whole`, a piece that is a token is not merged.
     #[new]
     fn new(
         tokens: Vec<Option<Vec<u8>>>,
         merges: Vec<(u32, u32, u32)>,
+        merged: Vec<u32>,
         specials: Vec<(Vec<u8>, u32)>,
+        pattern: String,
+        whole: bool,
     ) -> PyResult<Self> {
-        let model = Model::new(&tokens, &merges, &specials).map_err(PyValueError::new_err)?;
-        Ok(Encoder { model, caches: Mutex::default() })
+        let special_ids: Vec<u32> = specials.iter().map(|special| special.1).collect();
+        let model = Model::new(&tokens, &merges, merged, &special_ids, whole).map_err(PyValueError::new_err)?;
+        let names: Vec<Vec<u8>> = specials.into_iter().map(|special| special.0).collect();
+        let cutter = Cutter::new(&pattern, &names).map_err(PyValueError::new_err)?;
+        Ok(Encoder { model, splitter: Splitter { cutter, special_ids }, caches: Mutex::default() })
     }
 
+    /// Without `specials`, special tokens are ordinary text; so in the methods below.
     fn encode<'py>(&self, py: Python<'py>, text: &Bound<'py, PyAny>, specials: bool) -> PyResult<Bound<'py, PyList>> {
-        let text = text_of(text)?;
-        let ids: Vec<u32> = py.detach(|| self.encode_text(text, specials));
-        PyList::new(py, ids)
+        PyList::new(py, self.encode_one::<u32>(py, text_of(text)?, specials)?)
     }
 
     /// The ids as native-endian unsigned integers of 2 (`wide` false) or 4 bytes.
@@ -238,12 +301,10 @@ impl Encoder {
         wide: bool,
     ) -> PyResult<Bound<'py, PyByteArray>> {
         let text = text_of(text)?;
-        if wide {
-            let ids: Vec<u32> = py.detach(|| self.encode_text(text, specials));
-            return Ok(PyByteArray::new(py, bytes_of(&ids)));
-        }
-        let ids: Vec<u16> = py.detach(|| self.encode_text(text, specials));
-        Ok(PyByteArray::new(py, bytes_of(&ids)))
+        Ok(match wide {
+            true => PyByteArray::new(py, bytes_of(&self.encode_one::<u32>(py, text, specials)?)),
+            false => PyByteArray::new(py, bytes_of(&self.encode_one::<u16>(py, text, specials)?)),
+        })
     }
 
     fn encode_batch<'py>(
@@ -256,35 +317,35 @@ impl Encoder {
         let views: Vec<&[u8]> = texts.iter().map(text_of).collect::<PyResult<_>>()?;
         let size: usize = views.iter().map(|view| view.len()).sum();
         let threads = if size < WORTH_A_THREAD { 1 } else { threads.min(views.len()) };
-        let parts = py.detach(|| {
-            let next = AtomicUsize::new(0);
-            on_threads(threads, || {
-                self.with_cache(|cache| {
-                    let mut done = Vec::new();
-                    loop {
-                        let index = next.fetch_add(1, Ordering::Relaxed);
-                        let Some(view) = views.get(index) else { return done };
-                        let mut ids = Ids::<u32>::for_text(view.len());
-                        self.model.encode(view, specials, cache, &mut ids);
-                        done.push((index, ids.into_vec()));
-                    }
-                })
-            })
-        });
+        let next = AtomicUsize::new(0);
+        let share = |cache: &mut Cache| {
+            let mut done = Vec::new();
+            loop {
+                let index = next.fetch_add(1, Ordering::Relaxed);
+                let Some(view) = views.get(index) else { return done };
+                done.push((index, self.encode_text::<u32>(view, specials, cache)));
+            }
+        };
+        let parts = py.detach(|| on_threads(threads, || self.with_cache(share)));
         let mut lists: Vec<Option<Bound<'py, PyList>>> = vec![None; texts.len()];
         for (index, ids) in parts.into_iter().flatten() {
-            lists[index] = Some(PyList::new(py, ids)?);
+            lists[index] = Some(PyList::new(py, ids.map_err(PyValueError::new_err)?)?);
         }
         Ok(lists.into_iter().flatten().collect())
     }
 
-    /// The bytes of a list of ids.
-    fn decode<'py>(&self, py: Python<'py>, ids: Vec<u64>) -> PyResult<Bound<'py, PyBytes>> {
-        let mut out = Vec::with_capacity(ids.len() * 4);
-        match py.detach(|| self.model.decode(ids.into_iter(), &mut out)) {
-            Ok(()) => Ok(PyBytes::new(py, &out)),
-            Err(id) => Err(PyValueError::new_err(format!("{id}"))),
+    /// The bytes of a list of ids. ValueError names the first unknown one.
+    fn decode<'py>(&self, py: Python<'py>, ids: Vec<u32>) -> PyResult<Bound<'py, PyBytes>> {
+        match py.detach(|| self.model.decode(&ids)) {
+            Ok(out) => Ok(PyBytes::new(py, &out)),
+            Err(id) => Err(PyValueError::new_err(id.to_string())),
         }
+    }
+
+    /// The same for ids as native-endian unsigned integers of 4 bytes.
+    fn decode_buffer<'py>(&self, py: Python<'py>, ids: &[u8]) -> PyResult<Bound<'py, PyBytes>> {
+        let ids = ids.chunks_exact(4).map(|id| u32::from_ne_bytes([id[0], id[1], id[2], id[3]])).collect();
+        self.decode(py, ids)
     }
 
     /// A new stream over this encoder.
@@ -305,24 +366,29 @@ impl EncoderStream {
     fn feed<'py>(&mut self, py: Python<'py>, part: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
         let (part, encoder, stream) = (text_of(part)?, self.encoder.get(), &mut self.stream);
         let mut ids = Ids::<u32>::default();
-        py.detach(|| encoder.with_cache(|cache| stream.feed(&encoder.model, part, cache, &mut ids)));
+        py.detach(|| encoder.with_cache(|cache| stream.feed(&encoder.model, &encoder.splitter, part, cache, &mut ids)))
+            .map_err(PyValueError::new_err)?;
         PyList::new(py, ids.into_vec())
     }
 
     fn finish<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let (encoder, stream) = (self.encoder.get(), &mut self.stream);
         let mut ids = Ids::<u32>::default();
-        py.detach(|| encoder.with_cache(|cache| stream.finish(&encoder.model, cache, &mut ids)));
+        py.detach(|| encoder.with_cache(|cache| stream.finish(&encoder.model, &encoder.splitter, cache, &mut ids)))
+            .map_err(PyValueError::new_err)?;
         PyList::new(py, ids.into_vec())
     }
 }
 
 /// The pre-tokens of a text, as byte strings.
 #[pyfunction]
-fn pre_tokens<'py>(py: Python<'py>, text: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyBytes>>> {
-    let text = text_of(text)?;
+#[pyo3(signature = (text, pattern="gpt2"))]
+fn pre_tokens<'py>(py: Python<'py>, text: &Bound<'py, PyAny>, pattern: &str) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+    let (text, cutter) = (text_of(text)?, Cutter::new(pattern, &[]).map_err(PyValueError::new_err)?);
     let mut found = Vec::new();
-    crate::scan::for_each_piece(text, |start, end| found.push(PyBytes::new(py, &text[start..end])));
+    let each =
+        |bounds: &[usize]| found.extend(bounds.windows(2).map(|piece| PyBytes::new(py, &text[piece[0]..piece[1]])));
+    cutter.pattern.for_each_batch(text, each).map_err(PyValueError::new_err)?;
     Ok(found)
 }
 

@@ -10,6 +10,13 @@ pub struct Symbols {
 }
 
 impl Symbols {
+    /// Adds a symbol whose place among ties its number decides: the lowest first, as if its bytes were the greatest.
+    pub fn push_numbered(&mut self, bytes: Box<[u8]>, number: u64) {
+        self.heads.push(u64::MAX - number);
+        self.bytes.push(bytes);
+    }
+
+    /// Adds a symbol whose place among ties its bytes decide: the greatest first.
     pub fn push(&mut self, bytes: Box<[u8]>) {
         let mut head = [0; 8];
         let length = bytes.len().min(8);

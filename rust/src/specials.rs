@@ -66,7 +66,7 @@ impl Specials {
 
     /// Whether the text may be cut before `at` without changing anything: at a place that is safe for the pattern
     /// (`is_safe`) or where a special token begins, and in any case not inside one.
-    pub fn is_cut(&self, text: &[u8], at: usize, is_safe: fn(&[u8], usize) -> bool) -> bool {
+    pub fn is_cut(&self, text: &[u8], at: usize, is_safe: impl Fn(&[u8], usize) -> bool) -> bool {
         0 < at
             && at < text.len()
             && (is_safe(text, at) || (self.longest > 0 && self.begins(text, at)))

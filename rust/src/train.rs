@@ -89,7 +89,18 @@ pub enum TrainError {
     TooLarge,
 }
 
+/// Which of equally frequent pairs is merged first.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Ties {
+    /// The greatest pair of byte strings.
+    Greatest,
+    /// The pair of the lowest numbers, where bytes are numbered like their printable characters and new symbols follow:
+    /// the rule of Hugging Face's trainer.
+    HuggingFace,
+}
+
 pub struct Trainer {
+    ties: Ties,
     slots: Vec<u32>,
     /// Count of the word that owns a granule; u32::MAX: look into `large`.
     weights: Vec<u32>,
@@ -108,7 +119,7 @@ pub struct Trainer {
 }
 
 impl Trainer {
-    pub fn new(words: &WordTable) -> Result<Self, TrainError> {
+    pub fn new(words: &WordTable, ties: Ties) -> Result<Self, TrainError> {
         let size_of = |word: &[u8]| if word.len() < 2 { 0 } else { (word.len() + 1).next_multiple_of(GRANULE) };
         let mut total = GRANULE;
         words.for_each(|word, _| total += size_of(word));
@@ -116,6 +127,7 @@ impl Trainer {
             return Err(TrainError::TooLarge);
         }
         let mut trainer = Trainer {
+            ties,
             slots: vec![NONE; total],
             weights: vec![0; total / GRANULE],
             large: Vec::new(),
@@ -130,7 +142,10 @@ impl Trainer {
             right: Side::default(),
         };
         for byte in 0..=255u8 {
-            trainer.symbols.push([byte].into());
+            match ties {
+                Ties::Greatest => trainer.symbols.push([byte].into()),
+                Ties::HuggingFace => trainer.symbols.push_numbered([byte].into(), character_of(byte) as u64),
+            }
         }
         let mut at = GRANULE;
         words.for_each(|word, count| {
@@ -185,7 +200,11 @@ impl Trainer {
     fn merge(&mut self, pair: usize) {
         let Pair { left: a, right: b, start, length, .. } = self.pairs[pair];
         let new = self.symbols.count() as u32;
-        self.symbols.push([self.symbols.bytes(a), self.symbols.bytes(b)].concat().into());
+        let bytes: Box<[u8]> = [self.symbols.bytes(a), self.symbols.bytes(b)].concat().into();
+        match self.ties {
+            Ties::Greatest => self.symbols.push(bytes),
+            Ties::HuggingFace => self.symbols.push_numbered(bytes, (1 << 32) + new as u64),
+        }
         self.spans.push(self.spans[a as usize] + self.spans[b as usize]);
         self.pairs[pair].count = 0;
         let (span_a, span_b) = (self.spans[a as usize] as usize, self.spans[b as usize] as usize);
@@ -372,6 +391,15 @@ impl Trainer {
     }
 }
 
+/// The printable character of a byte in GPT-2's files (see byte_level.py).
+fn character_of(byte: u8) -> u32 {
+    let printable = |byte: u8| matches!(byte, 0x21..=0x7E | 0xA1..=0xAC | 0xAE..=0xFF);
+    match printable(byte) {
+        true => byte as u32,
+        false => 0x100 + (0..byte).filter(|&other| !printable(other)).count() as u32,
+    }
+}
+
 /// How far below the most frequent pair a round reaches. Small: many rounds; large: long lists of rare pairs.
 const REACH: i64 = 64;
 /// Pairs a round remembers for each merge that is still wanted.
@@ -400,7 +428,7 @@ mod tests {
         for (word, &count) in words {
             table.add(word, 0, word.len(), count);
         }
-        Trainer::new(&table).unwrap().run(wanted, &mut |_| true).unwrap()
+        Trainer::new(&table, Ties::Greatest).unwrap().run(wanted, &mut |_| true).unwrap()
     }
 
     /// The definition: words as lists of byte strings, all pairs counted before every merge.
@@ -469,6 +497,9 @@ mod tests {
     fn cancels() {
         let mut table = WordTable::default();
         table.add(b"abcabc", 0, 6, 1);
-        assert_eq!(Trainer::new(&table).unwrap().run(9, &mut |done| done < 2), Err(TrainError::Cancelled));
+        assert_eq!(
+            Trainer::new(&table, Ties::Greatest).unwrap().run(9, &mut |done| done < 2),
+            Err(TrainError::Cancelled)
+        );
     }
 }

@@ -160,6 +160,25 @@ impl WordTable {
         }
     }
 
+    /// Memory that the table takes, in bytes (the long words' map by estimate).
+    pub fn bytes(&self) -> usize {
+        self.slots.len() * size_of::<Slot>() + self.long.len() * 96
+    }
+
+    /// Forgets the rarest words until at most half of them are left. Returns how many occurrences that drops.
+    pub fn prune(&mut self) -> u64 {
+        let (mut most, mut dropped, goal) = (1, 0, self.len() / 2);
+        while self.len() > goal {
+            let old = std::mem::take(self);
+            old.for_each(|word, count| match count > most {
+                true => self.add(word, 0, word.len(), count),
+                false => dropped += count,
+            });
+            most *= 2;
+        }
+        dropped
+    }
+
     /// Adds all counts of another table.
     pub fn absorb(&mut self, other: WordTable) {
         for slot in other.slots.into_iter().filter(|slot| slot.high != 0) {
@@ -203,6 +222,12 @@ mod tests {
         let mut found = HashMap::new();
         table.for_each(|word, count| assert!(found.insert(word.to_vec(), count).is_none()));
         assert_eq!(found, truth);
+        let all: u64 = truth.values().sum();
+        let dropped = table.prune();
+        assert!(table.len() <= truth.len() / 2);
+        let mut left = 0;
+        table.for_each(|word, count| left += if truth[word] == count { count } else { 0 });
+        assert_eq!(left + dropped, all);
     }
 
     #[test]

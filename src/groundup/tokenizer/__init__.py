@@ -1,8 +1,9 @@
 """Text ↔ ids: byte-level BPE. The Rust core `groundup._core` under a Python face.
 
     tokenizer.py   Tokenizer: train, load, save, encode, decode
-    training.py    paths → word counts → merges
-    formats.py     Hugging Face's tokenizer.json, vocab.json + merges.txt
+    training.py    text → word counts → merges
+    sources.py     paths, folders, packed files and JSON lines as text
+    formats.py     Hugging Face's tokenizer.json, vocab.json + merges.txt, tiktoken's ranks
     byte_level.py  bytes as printable characters, as those files write them
     allowed.py     which special tokens a text may hold
     decoding.py    ids → text while they arrive

@@ -5,39 +5,139 @@ printable characters (byte_level.py), in which a space is "Ġ": so no token brea
 and a space. In `tokenizer.json` each merge is a pair of strings.
 """
 
+import base64
 import json
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from groundup.errors import UserError
+from groundup import _core
+from groundup.errors import UserError, nearest_name
 from groundup.tokenizer.byte_level import BYTE_OF, to_bytes, to_characters
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_SAME_PATTERNS = {
-    "gpt2",
-    GPT2_PATTERN,
-    r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""",
-    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""",
-    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""",
+_LLAMA3_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+LLAMA3_PATTERN = _LLAMA3_WORDS + r"\s*[\r\n]+|\s+(?!\S)|\s+"
+# tiktoken's spelling needs possessive quantifiers, which Hugging Face's regex engine reads otherwise.
+CL100K_PATTERN = _LLAMA3_WORDS + r"\s+\z|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+_NAMES = {
+    GPT2_PATTERN: "gpt2",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": "gpt2",
+    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s": "gpt2",
+    LLAMA3_PATTERN: "llama3",
+    CL100K_PATTERN: "cl100k",
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s": "cl100k",
 }
+_EXPRESSIONS = {"gpt2": GPT2_PATTERN, "cl100k": CL100K_PATTERN, "llama3": LLAMA3_PATTERN}
+_NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_-")
 
 
 @dataclass
 class Parts:
-    """What makes a tokenizer: tokens by id, merges by rank, special tokens by name, the pattern's name."""
+    """What makes a tokenizer: tokens by id, merges by rank, special tokens by name, the pattern.
+
+    whole_pieces: a pre-token that is a token is not merged. tied_ranks: several merges in a row that make one token
+    have one rank (tiktoken ranks tokens, not merges).
+    """
 
     vocab: dict[int, bytes]
     merges: list[tuple[bytes, bytes]]
     special_tokens: dict[str, int] = field(default_factory=dict)
     pattern: str = "gpt2"
+    whole_pieces: bool = False
+    tied_ranks: bool = False
 
 
 def pattern_name(pattern: str) -> str:
-    """`"gpt2"` for GPT-2's pattern under any of its spellings."""
-    if pattern in _SAME_PATTERNS:
-        return "gpt2"
-    raise UserError(f'pattern {pattern!r} is not supported: give "gpt2"')
+    """The name of a pattern that has a scanner of its own, in any of its spellings; else the expression itself."""
+    if pattern in _EXPRESSIONS:
+        return pattern
+    if pattern in _NAMES:
+        return _NAMES[pattern]
+    if not set(pattern) - _NAME_CHARACTERS:
+        raise UserError(f"pattern {pattern!r} is no name of a pattern{nearest_name(pattern, _EXPRESSIONS)}")
+    try:
+        _core.pre_tokens("", pattern)
+    except ValueError as error:
+        raise UserError(f"pattern {pattern!r} is not a regular expression ({error})") from error
+    return pattern
+
+
+def expression_of(pattern: str) -> str:
+    """The regular expression of a pattern."""
+    return _EXPRESSIONS.get(pattern, pattern)
+
+
+def ranked_merges(parts: Parts) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """(left id, right id, rank) of every merge, and the id made by rank."""
+    ids = token_ids(parts)
+    ranked: list[tuple[int, int, int]] = []
+    merged: list[int] = []
+    for left, right in parts.merges:
+        try:
+            made = ids[left + right]
+            if not (parts.tied_ranks and merged and merged[-1] == made):
+                merged.append(made)
+            ranked.append((ids[left], ids[right], len(merged) - 1))
+        except KeyError as error:
+            raise UserError(
+                f"merge {len(ranked)} ({left!r}, {right!r}) needs the token {error}, which the vocabulary lacks"
+            ) from error
+    return ranked, merged
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """A tiktoken rank file: a line a token, base64 and rank."""
+    ranks: dict[bytes, int] = {}
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            if line:
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:
+            raise UserError(f"{path}: line {number} is not a base64 token and a rank") from error
+    return ranks
+
+
+def parts_of_ranks(ranks: dict[bytes, int], special_tokens: dict[str, int], pattern: str) -> Parts:
+    """tiktoken merges two tokens whenever together they are a token, the one of the lowest rank first: every way to
+    split a token in two is a merge."""
+    vocab = {rank: token for token, rank in ranks.items()}
+    if len(vocab) < len(ranks):
+        raise UserError("two tokens have the same rank: ranks must be distinct")
+    for name, number in special_tokens.items():
+        if number in vocab:
+            raise UserError(f"special token {name!r} has the id {number}, which is the rank of a token")
+    merges = [
+        (token[:cut], token[cut:])
+        for _, token in sorted(vocab.items())
+        for cut in range(1, len(token))
+        if token[:cut] in ranks and token[cut:] in ranks
+    ]
+    vocab.update({number: name.encode() for name, number in special_tokens.items()})
+    return Parts(vocab, merges, dict(special_tokens), pattern, whole_pieces=True, tied_ranks=True)
+
+
+def mergeable_ranks(parts: Parts) -> dict[bytes, int]:
+    """tiktoken's form: ids as ranks. UserError if ids are not in the order of the merges."""
+    ids = token_ids(parts)
+    made = [ids[left + right] for left, right in parts.merges]
+    if any(first > second for first, second in pairwise(made)):
+        raise UserError("the ids do not follow the order of the merges: tiktoken cannot express this vocabulary")
+    return dict(sorted(ids.items(), key=lambda item: item[1]))
+
+
+def rank_lines(parts: Parts) -> bytes:
+    """The content of a tiktoken rank file."""
+    ranks = mergeable_ranks(parts)
+    return b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items())
 
 
 def token_ids(parts: Parts) -> dict[bytes, int]:
@@ -54,6 +154,11 @@ def to_json(parts: Parts) -> dict[str, Any]:
     """The content of `tokenizer.json`."""
     ids = token_ids(parts)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    pre_tokenizer: dict[str, Any] = byte_level
+    if parts.pattern != "gpt2":
+        regex = {"Regex": expression_of(parts.pattern)}
+        split = {"type": "Split", "pattern": regex, "behavior": "Isolated", "invert": False}
+        pre_tokenizer = {"type": "Sequence", "pretokenizers": [split, {**byte_level, "use_regex": False}]}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     specials = sorted(parts.special_tokens.items(), key=lambda item: item[1])
     vocab = {to_characters(token): number for token, number in sorted(ids.items(), key=lambda item: item[1])}
@@ -65,7 +170,7 @@ def to_json(parts: Parts) -> dict[str, Any]:
         "padding": None,
         "added_tokens": [{"id": number, "content": name, **flags} for name, number in specials],
         "normalizer": None,
-        "pre_tokenizer": byte_level,
+        "pre_tokenizer": pre_tokenizer,
         "post_processor": None,
         "decoder": byte_level,
         "model": {
@@ -76,7 +181,7 @@ def to_json(parts: Parts) -> dict[str, Any]:
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": False,
+            "ignore_merges": parts.whole_pieces,
             "vocab": vocab,
             "merges": [[to_characters(left), to_characters(right)] for left, right in parts.merges],
         },
@@ -134,7 +239,9 @@ def _read_json(path: Path) -> Parts:
                 f"{path}: the normalizer {content['normalizer'].get('type')} is not supported: it must be null"
             )
         pattern = _pattern_of(content.get("pre_tokenizer"), path)
-        return _parts(model["vocab"], merges, specials, pattern, path)
+        parts = _parts(model["vocab"], merges, specials, pattern, path)
+        parts.whole_pieces = bool(model.get("ignore_merges", False))
+        return parts
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: not a tokenizer.json ({error!r})") from error
 
@@ -151,7 +258,8 @@ def _pattern_of(pre_tokenizer: dict | None, path: Path) -> str:
         raise UserError(f"{path}: the pre-tokenizer adds a prefix space, which is not supported")
     if len(steps) == 1 and last.get("use_regex", True):
         return "gpt2"
-    if len(steps) == 2 and steps[0].get("type") == "Split" and not last.get("use_regex", True):
+    split = len(steps) == 2 and steps[0].get("type") == "Split" and not last.get("use_regex", True)
+    if split and steps[0].get("behavior") == "Isolated" and not steps[0].get("invert"):
         return pattern_name(steps[0]["pattern"]["Regex"])
     raise UserError(f"{path}: this combination of pre-tokenizers is not supported")
 

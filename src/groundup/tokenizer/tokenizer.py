@@ -5,28 +5,35 @@ keeps the ids it has. Every text has ids and every list of valid ids has bytes: 
 """
 
 import hashlib
+import json
 import os
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from groundup import _core
 from groundup.errors import UserError
-from groundup.files import directory_written_aside
+from groundup.files import directory_written_aside, write_atomic
 from groundup.tokenizer import formats
 from groundup.tokenizer.allowed import Names, allowed_names, split_at
 from groundup.tokenizer.decoding import decode_offsets, decode_stream
 from groundup.tokenizer.training import (
+    Options,
     Progress,
     available_threads,
     check_special_tokens,
+    count_files,
+    count_texts,
+    count_words,
+    find_merges,
     merges_wanted,
-    train_merges,
 )
 
 if TYPE_CHECKING:
     import numpy as np
+    import tiktoken
+    import tokenizers
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -70,18 +77,10 @@ class Tokenizer:
         if size > 2 * len(parts.vocab) + 65_536:
             raise UserError(f"the vocabulary has {len(parts.vocab)} tokens but ids up to {size - 1}: ids must be dense")
         tokens: list[bytes | None] = [parts.vocab.get(number) for number in range(size)]
-        ids = formats.token_ids(parts)
-        ranked = []
-        for left, right in parts.merges:
-            try:
-                ranked.append((ids[left], ids[right], ids[left + right]))
-            except KeyError as error:
-                raise UserError(
-                    f"merge {len(ranked)} ({left!r}, {right!r}) needs the token {error}, which the vocabulary lacks"
-                ) from error
+        ranked, merged = formats.ranked_merges(parts)
         specials = [(name.encode(), number) for name, number in parts.special_tokens.items()]
         try:
-            self._core = _core.Encoder(tokens, ranked, specials)
+            self._core = _core.Encoder(tokens, ranked, merged, specials, parts.pattern, parts.whole_pieces)
         except ValueError as error:
             raise UserError(str(error)) from error
 
@@ -96,31 +95,75 @@ class Tokenizer:
         threads: int = 0,
         pattern: str = "gpt2",
         errors: str = "strict",
+        ties: str = "greatest",
+        memory: int = 0,
+        prune: bool = False,
         progress: Progress | None = None,
     ) -> "Tokenizer":
-        """Train on text files and folders.
+        """Train on text files and folders (also .jsonl with a field "text", and .gz, .xz, .zst of either).
 
-        Ties between equally frequent pairs go to the lexicographically greater pair of byte strings. The result does
-        not depend on `threads` (0: all cores) or the order of the files. Text that yields fewer merges than asked
-        gives a smaller vocabulary and a warning. `errors="replace"` replaces invalid UTF-8 by U+FFFD and warns.
+        The result does not depend on `threads` (0: all cores) or the order of the files. Text that yields fewer merges
+        than asked gives a smaller vocabulary and a warning.
+
+        pattern: "gpt2", "cl100k", "llama3" or a regular expression. errors: "replace" replaces invalid UTF-8 by U+FFFD
+        and warns. ties: which of equally frequent pairs goes first; "greatest" is the lexicographically greater pair
+        of byte strings, "huggingface" reproduces the merges of tokenizers' trainer. memory: bound in bytes on what
+        training allocates (0: none); when the distinct words do not fit, it is an error, or with `prune` the rarest
+        are dropped. progress: see `training.Progress`.
         """
-        pattern = formats.pattern_name(pattern)
+        name = formats.pattern_name(pattern)
+        options = Options(special_tokens, name, threads, errors, ties, memory, prune, progress)
         wanted = merges_wanted(vocab_size, special_tokens)
-        merges, replaced = train_merges(inputs, wanted, special_tokens, threads, errors, progress)
-        if replaced:
-            warnings.warn(f"{replaced} invalid UTF-8 sequences were read as U+FFFD", stacklevel=2)
-        if len(merges) < wanted:
-            warnings.warn(
-                f"the text yields {len(merges)} merges, {wanted - len(merges)} fewer than asked: "
-                f"the vocabulary has {vocab_size - wanted + len(merges)} tokens instead of {vocab_size}",
-                stacklevel=2,
-            )
+        return cls._of_merges(find_merges(count_files(inputs, options), wanted, options), options)
+
+    @classmethod
+    def train_from_texts(
+        cls,
+        texts: Iterable[str | bytes],
+        vocab_size: int,
+        special_tokens: Sequence[str] = (),
+        pattern: str = "gpt2",
+        **options,
+    ) -> "Tokenizer":
+        """Train on an iterator of texts, each a document. `options` as in `train`; one thread counts."""
+        given = Options(special_tokens, formats.pattern_name(pattern), **options)
+        wanted = merges_wanted(vocab_size, special_tokens)
+        return cls._of_merges(find_merges(count_texts(texts, given), wanted, given), given)
+
+    @classmethod
+    def train_from_counts(
+        cls,
+        words: Mapping[str | bytes, int],
+        vocab_size: int,
+        special_tokens: Sequence[str] = (),
+        pattern: str = "gpt2",
+        **options,
+    ) -> "Tokenizer":
+        """Train on pre-tokens that were counted elsewhere. `options` as in `train`."""
+        given = Options(special_tokens, formats.pattern_name(pattern), **options)
+        wanted = merges_wanted(vocab_size, special_tokens)
+        return cls._of_merges(find_merges(count_words(words, given), wanted, given), given)
+
+    @classmethod
+    def _of_merges(cls, merges: list[tuple[bytes, bytes]], options: Options) -> "Tokenizer":
         vocab = {byte: bytes([byte]) for byte in range(256)}
         vocab.update({256 + rank: left + right for rank, (left, right) in enumerate(merges)})
         first = len(vocab)
-        specials = {name: first + place for place, name in enumerate(special_tokens)}
+        specials = {name: first + place for place, name in enumerate(options.special_tokens)}
         vocab.update({number: name.encode() for name, number in specials.items()})
-        return cls._from_parts(formats.Parts(vocab, merges, specials, pattern))
+        return cls._from_parts(formats.Parts(vocab, merges, specials, options.pattern))
+
+    @classmethod
+    def from_ranks(
+        cls,
+        ranks: dict[bytes, int] | str | os.PathLike,
+        special_tokens: dict[str, int] | None = None,
+        pattern: str = "cl100k",
+    ) -> "Tokenizer":
+        """A tiktoken vocabulary: tokens and their ranks, as a dictionary or a `.tiktoken` file."""
+        table = ranks if isinstance(ranks, dict) else formats.read_ranks(Path(ranks))
+        check_special_tokens(list(special_tokens or {}))
+        return cls._from_parts(formats.parts_of_ranks(table, special_tokens or {}, formats.pattern_name(pattern)))
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Tokenizer":
@@ -131,6 +174,27 @@ class Tokenizer:
         """Write `tokenizer.json`, `vocab.json` and `merges.txt`; an existing directory is replaced at the end."""
         with directory_written_aside(Path(directory)) as aside:
             formats.write_files(self._parts, aside)
+
+    def save_ranks(self, path: str | os.PathLike) -> None:
+        """Write a tiktoken rank file (special tokens and pattern are not part of that format)."""
+        write_atomic(Path(path), formats.rank_lines(self._parts))
+
+    def to_tiktoken(self, name: str = "groundup") -> "tiktoken.Encoding":
+        """The same vocabulary as an object of tiktoken."""
+        import tiktoken
+
+        return tiktoken.Encoding(
+            name,
+            pat_str=formats.expression_of(self.pattern),
+            mergeable_ranks=formats.mergeable_ranks(self._parts),
+            special_tokens=self.special_tokens,
+        )
+
+    def to_hf(self) -> "tokenizers.Tokenizer":
+        """The same vocabulary as an object of Hugging Face's tokenizers."""
+        import tokenizers
+
+        return tokenizers.Tokenizer.from_str(json.dumps(formats.to_json(self._parts)))
 
     # What it is
 
@@ -170,7 +234,7 @@ class Tokenizer:
             digest.update(b"%d:%b %d:%b\n" % (len(left), left, len(right), right))
         for name, number in sorted(self._parts.special_tokens.items()):
             digest.update(b"%d %b\n" % (number, name.encode()))
-        digest.update(self._parts.pattern.encode())
+        digest.update(self._parts.pattern.encode() + b" whole" * self._parts.whole_pieces)
         return digest.hexdigest()
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -194,7 +258,7 @@ class Tokenizer:
         names); one of `disallowed_special` ("all": all that are not allowed) in the text raises UserError; one that is
         in neither is ordinary text.
         """
-        try:
+        with _clear_errors():
             if _everything(allowed_special, disallowed_special):
                 return self._core.encode(text, True)
             names = allowed_names(self._parts.special_tokens, allowed_special, disallowed_special, text)
@@ -202,8 +266,6 @@ class Tokenizer:
             for part, special in split_at(text, names):
                 ids += self._core.encode(part, False) if special is None else [self._parts.special_tokens[special]]
             return ids
-        except UnicodeEncodeError as error:
-            raise _surrogate(error) from error
 
     def encode_ordinary(self, text: str | bytes) -> list[int]:
         """Ids of a text in which special tokens are ordinary text."""
@@ -221,10 +283,8 @@ class Tokenizer:
         wide = self.vocab_size > 65_536
         if not _everything(allowed_special, disallowed_special):
             return np.array(self.encode(text, allowed_special, disallowed_special), np.uint32 if wide else np.uint16)
-        try:
+        with _clear_errors():
             buffer = self._core.encode_buffer(text, True, wide)
-        except UnicodeEncodeError as error:
-            raise _surrogate(error) from error
         return np.frombuffer(buffer, np.uint32 if wide else np.uint16)
 
     def encode_batch(
@@ -238,36 +298,34 @@ class Tokenizer:
         threads = available_threads(threads)
         if not _everything(allowed_special, disallowed_special):
             return [self.encode(text, allowed_special, disallowed_special) for text in texts]
-        try:
+        with _clear_errors():
             return self._core.encode_batch(list(texts), True, threads)
-        except UnicodeEncodeError as error:
-            raise _surrogate(error) from error
 
     def encode_iterable(self, chunks: Iterable[str | bytes]) -> Iterator[int]:
         """Ids of a text that arrives in chunks, lazily: the same ids wherever it is cut.
 
         Holds back the end of the text as long as a continuation could change its ids, so memory is bounded by the
-        largest chunk and the longest pre-token.
+        largest chunk and the longest pre-token (with a pattern of one's own: by the longest text without a special
+        token).
         """
         stream = self._core.stream()
-        try:
+        with _clear_errors():
             for chunk in chunks:
                 yield from stream.feed(chunk)
             yield from stream.finish()
-        except UnicodeEncodeError as error:
-            raise _surrogate(error) from error
 
     # Decoding
 
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes of ids."""
-        ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    def decode_bytes(self, ids: "Iterable[int] | np.ndarray") -> bytes:
+        """The bytes of ids; from a NumPy array, without a Python number an id."""
+        array = _unsigned(ids)
+        ids = ids if array is not None else list(ids)
         try:
-            return self._core.decode(ids)
+            return self._core.decode(list(ids)) if array is None else self._core.decode_buffer(array.tobytes())
         except (ValueError, OverflowError) as error:
             raise self._unknown(next(i for i in ids if i not in self._parts.vocab)) from error
 
-    def decode(self, ids: Iterable[int], errors: str = "replace") -> str:
+    def decode(self, ids: "Iterable[int] | np.ndarray", errors: str = "replace") -> str:
         """The text of ids. They may end inside a character, or hold any bytes: `errors` as in `bytes.decode`."""
         return self.decode_bytes(ids).decode("utf-8", errors)
 
@@ -290,14 +348,30 @@ class Tokenizer:
         return UserError(f"id {token_id} is not in the vocabulary: legal ids are 0 to {self.vocab_size - 1}")
 
 
+def _unsigned(ids: object) -> "np.ndarray | None":
+    """A NumPy array of ids as uint32; None for anything else, and where a number would not survive."""
+    dtype = getattr(ids, "dtype", None)
+    if dtype is None or dtype.kind not in "iu" or not hasattr(ids, "astype"):
+        return None
+    array = ids.astype("uint32")
+    return array if dtype.itemsize < 4 or (array == ids).all() else None
+
+
 def _everything(allowed: Names, disallowed: Names) -> bool:
     """Whether every special token becomes its id, which the core does by itself."""
     return allowed == "all" and (disallowed == "all" or not disallowed)
 
 
-def _surrogate(error: UnicodeEncodeError) -> UserError:
-    """UTF-8 has no surrogates, so such a str is no text (Python makes them with errors="surrogateescape")."""
-    return UserError(
-        f"the text holds the lone surrogate U+{ord(error.object[error.start]):04X} at character {error.start}: "
-        'repair it, for example with text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")'
-    )
+@contextmanager
+def _clear_errors() -> Generator[None]:
+    """Turns what the core says about a text into a line for the user."""
+    try:
+        yield
+    except UnicodeEncodeError as error:
+        # UTF-8 has no surrogates, so such a str is no text (Python makes them with errors="surrogateescape").
+        raise UserError(
+            f"the text holds the lone surrogate U+{ord(error.object[error.start]):04X} at character {error.start}: "
+            'repair it, for example with text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")'
+        ) from error
+    except ValueError as error:
+        raise UserError(f"the pattern failed on this text ({error}); shorter texts may do") from error

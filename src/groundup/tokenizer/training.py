@@ -1,20 +1,26 @@
-"""Training: files → word counts → merges, in the Rust core, with errors a user understands.
+"""Training: text → word counts → merges, in the Rust core, with errors a user understands.
 
-Two phases. "count" reads the text (memory-mapped, all threads), cuts it at special tokens and into pre-tokens, and
-counts each distinct one; "merge" runs the merge loop over the counted words. Memory: the table of distinct words.
+Two phases. "count" reads the text (plain files memory-mapped, on all threads), cuts it at special tokens and into
+pre-tokens, and counts each distinct one; "merge" runs the merge loop over the counted words. Memory: the table of
+distinct words, which `memory` bounds, and the words laid out for the merge loop.
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from groundup import _core
 from groundup.errors import UserError
+from groundup.tokenizer.sources import blocks, is_plain, text_files
 
 Progress = Callable[[str, int, int], None]
 """Called about ten times a second with (phase, done, total): bytes while "count", merges while "merge"."""
 
 Merges = list[tuple[bytes, bytes]]
+
+# Growing and pruning hold two or three tables at a time, and the merge loop needs the words in another form.
+_TABLE_SHARE = 8
 
 
 def available_threads(threads: int) -> int:
@@ -36,65 +42,146 @@ def merges_wanted(vocab_size: int, special_tokens: Sequence[str]) -> int:
     return vocab_size - least
 
 
-def check_special_tokens(special_tokens: Sequence[str]) -> None:
+def check_special_tokens(special_tokens: Iterable[str]) -> None:
     """Special tokens are distinct, not empty and well-formed text."""
     if isinstance(special_tokens, str):
         raise UserError(f"special_tokens is the text {special_tokens!r}: give a list, [{special_tokens!r}]")
+    seen = set()
     for name in special_tokens:
         if not name:
             raise UserError("a special token is empty: leave it out")
+        if name in seen:
+            raise UserError(f"special token {name!r} is given twice: leave one out")
+        seen.add(name)
         try:
             name.encode()
         except UnicodeEncodeError as error:
             raise UserError(f"special token {name!r} holds a lone surrogate: it is no text") from error
-    if len(set(special_tokens)) < len(special_tokens):
-        twice = next(name for name in special_tokens if list(special_tokens).count(name) > 1)
-        raise UserError(f"special token {twice!r} is given twice: leave one out")
 
 
-def text_files(inputs: Iterable[str | os.PathLike]) -> list[Path]:
-    """The files named by `inputs`; a folder stands for all files below it, in sorted order."""
-    if isinstance(inputs, (str, bytes, os.PathLike)):
-        raise UserError(f"inputs is the single path {os.fspath(inputs)!r}: give a list of paths")
-    files: list[Path] = []
-    for path in map(Path, inputs):
-        if path.is_dir():
-            found = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
-            if not found:
-                raise UserError(f"{path}: the folder holds no files")
-            files += found
-        elif path.is_file():
-            files.append(path)
-        else:
-            raise UserError(f"{path}: no such file or folder")
-    if not files:
-        raise UserError("no input: give at least one text file or folder")
-    if not any(file.stat().st_size for file in files):
-        raise UserError(f"{files[0]}: the file is empty; there is nothing to train on")
-    return files
+@dataclass(frozen=True)
+class Options:
+    """How to train. The fields are described at `Tokenizer.train`."""
+
+    special_tokens: Sequence[str]
+    pattern: str
+    threads: int = 0
+    errors: str = "strict"
+    ties: str = "greatest"
+    memory: int = 0
+    prune: bool = False
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        if self.errors not in ("strict", "replace"):
+            raise UserError(f'errors is {self.errors!r}: give "strict" or "replace"')
+        if self.ties not in ("greatest", "huggingface"):
+            raise UserError(f'ties is {self.ties!r}: give "greatest" or "huggingface"')
+        if self.prune and not self.memory:
+            raise UserError("prune needs a bound: give memory as well")
+        if self.memory < 0:
+            raise UserError(f"memory is {self.memory}: give a number of bytes, or 0 for no bound")
+
+    def counter(self, threads: int) -> _core.WordCounter:
+        bound = self.memory // (_TABLE_SHARE * threads) or 2**63
+        names = [name.encode() for name in self.special_tokens]
+        return _core.WordCounter(names, self.errors == "replace", self.pattern, bound, self.prune)
 
 
-def train_merges(
-    inputs: Iterable[str | os.PathLike],
-    wanted: int,
-    special_tokens: Sequence[str],
-    threads: int,
-    errors: str,
-    progress: Progress | None,
-) -> tuple[Merges, int]:
-    """The merges, and the number of ill-formed UTF-8 sequences that were replaced (`errors="replace"`)."""
-    if errors not in ("strict", "replace"):
-        raise UserError(f'errors is {errors!r}: give "strict" or "replace"')
+def count_files(inputs: Iterable[str | os.PathLike], options: Options) -> _core.WordCounter:
+    """The word counts of files and folders."""
     files = text_files(inputs)
-    counter = _core.WordCounter([name.encode() for name in special_tokens], errors == "replace")
+    threads = available_threads(options.threads)
+    counter = options.counter(threads)
+    plain = [file for file in files if is_plain(file)]
     total = sum(file.stat().st_size for file in files)
     try:
-        counter.count_files(files, available_threads(threads), total, progress)
+        counter.count_files(plain, threads, total, options.progress)
     except UnicodeDecodeError as error:
-        path = files[int(error.object)]
-        raise UserError(
-            f"{path}: invalid UTF-8 at byte {error.start}; mend the file, or replace such bytes with errors=replace"
-        ) from error
+        raise _not_utf8(str(plain[int(error.object)]), error.start) from error
     except OSError as error:
         raise UserError(f"{error}; check the path and its permissions") from error
-    return counter.train(wanted, progress), counter.totals()[2]
+    except (MemoryError, ValueError) as error:
+        raise _counting_failed(error, options) from error
+    done = sum(file.stat().st_size for file in plain)
+    for file in files:
+        if file not in plain:
+            tell = options.progress or (lambda *_: None)
+            _feed(counter, blocks(file, lambda at: tell("count", done + at, total)), str(file), options)  # noqa: B023
+            done += file.stat().st_size
+    return counter
+
+
+def count_texts(texts: Iterable[str | bytes], options: Options) -> _core.WordCounter:
+    """The word counts of texts, each a document of its own."""
+    if isinstance(texts, (str, bytes)):
+        raise UserError("texts is a single text: give a list or an iterator of texts")
+    counter = options.counter(1)
+    parts = ((text, True) for text in texts)
+    _feed(counter, parts, "a text", options)
+    return counter
+
+
+def count_words(words: Mapping[str | bytes, int], options: Options) -> _core.WordCounter:
+    """Counts that were made elsewhere."""
+    counter = options.counter(1)
+    total = 0
+    for word, count in words.items():
+        data = word.encode() if isinstance(word, str) else word
+        total += count * len(data)
+        if count < 0 or total >= 2**62:
+            raise UserError(f"word {word!r} has the count {count}: counts are positive, and below 2^62 in all")
+        if count:
+            counter.add_word(data, count)
+    return counter
+
+
+def _feed(counter: _core.WordCounter, parts: Iterable[tuple], name: str, options: Options) -> None:
+    try:
+        for part, ends in parts:
+            counter.feed(part)
+            if ends:
+                counter.end_text()
+    except UnicodeDecodeError as error:
+        raise _not_utf8(name, error.start) from error
+    except UnicodeEncodeError as error:
+        raise UserError(f"{name} holds a lone surrogate at character {error.start}: it is no text") from error
+    except (MemoryError, ValueError) as error:
+        raise _counting_failed(error, options) from error
+
+
+def _not_utf8(name: str, offset: int) -> UserError:
+    return UserError(
+        f"{name}: invalid UTF-8 at byte {offset}; mend the file, or replace such bytes with errors=replace"
+    )
+
+
+def _counting_failed(error: Exception, options: Options) -> UserError:
+    if isinstance(error, MemoryError):
+        return UserError(
+            f"the table of distinct words needs more than the {options.memory} bytes of memory allowed; allow more, "
+            "or prune: that drops the rarest words (counts become approximate)"
+        )
+    return UserError(f"the pattern failed on this text ({error}); use one of the built-in patterns")
+
+
+def find_merges(counter: _core.WordCounter, wanted: int, options: Options) -> Merges:
+    """Up to `wanted` merges. Says in one warning each what was replaced, dropped or not found."""
+    try:
+        merges = counter.train(wanted, options.progress, options.ties == "huggingface")
+    except ValueError as error:
+        raise UserError(f"{error}: train on less text, or prune") from error
+    _, _, replaced, dropped = counter.totals()
+    level = 4  # the caller of Tokenizer.train
+    if replaced:
+        warnings.warn(f"{replaced} invalid UTF-8 sequences were read as U+FFFD", stacklevel=level)
+    if dropped:
+        warnings.warn(f"{dropped} occurrences of rare words were dropped to stay within memory", stacklevel=level)
+    if len(merges) < wanted:
+        size = 256 + len(options.special_tokens) + len(merges)
+        warnings.warn(
+            f"the text yields {len(merges)} merges, {wanted - len(merges)} fewer than asked: "
+            f"the vocabulary has {size} tokens instead of {size + wanted - len(merges)}",
+            stacklevel=level,
+        )
+    return merges

@@ -1,0 +1,154 @@
+"""Where text comes from, the bound on memory, the rule for ties: all lead to the same merges, or say what they do."""
+
+import gzip
+import json
+import lzma
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import tokenizers
+from texts import END, PROSE, train_on
+
+from groundup.errors import UserError
+from groundup.tokenizer import Tokenizer, reference
+
+TEXT = (PROSE + END) * 40
+
+
+@pytest.fixture
+def expected(tmp_path):
+    return train_on(tmp_path, TEXT, 400, special_tokens=[END]).merges
+
+
+def test_packed_files_and_iterators_train_alike(tmp_path, expected):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(TEXT.encode()))
+    (tmp_path / "b.xz").write_bytes(lzma.compress(TEXT.encode()))
+    for name in ("a.txt.gz", "b.xz"):
+        assert Tokenizer.train([tmp_path / name], 400, [END]).merges == expected
+    documents = TEXT.split(END)
+    lines = "\n".join(json.dumps({"id": 1, "text": text}) for text in documents)
+    (tmp_path / "c.jsonl").write_text(lines + "\n\n")
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    for name in ("c.jsonl", "d.jsonl.gz"):
+        assert Tokenizer.train([tmp_path / name], 400, [END]).merges == expected
+    assert Tokenizer.train_from_texts(documents, 400, [END]).merges == expected
+    assert Tokenizer.train_from_texts((text.encode() for text in documents), 400, [END]).merges == expected
+    words = reference.count_words([TEXT], [END])
+    assert Tokenizer.train_from_counts(words, 400, [END]).merges == expected
+
+
+def test_a_folder_mixes_kinds_and_progress_reaches_the_end(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text(TEXT)
+    (tmp_path / "in" / "b.txt.xz").write_bytes(lzma.compress(TEXT.encode()))
+    told = []
+    both = Tokenizer.train([tmp_path / "in"], 400, [END], progress=lambda *step: told.append(step))
+    assert both.merges == train_on(tmp_path, TEXT + END + TEXT, 400, special_tokens=[END]).merges
+    counts = [step for step in told if step[0] == "count"]
+    assert counts[-1][1] == counts[-1][2]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n{"body": "x"}\n', r"a\.jsonl: line 2"),
+        ("a.jsonl", b"[1]\n", "line 1"),
+        ("a.txt.gz", b"no gzip", "cannot be unpacked"),
+        ("a.txt.xz", lzma.compress(b"x" * 999)[:-20], "cannot be unpacked"),
+        ("a.txt.xz", lzma.compress(b"ab \xff"), r"a\.txt\.xz: invalid UTF-8 at byte 3"),
+    ],
+)
+def test_unusable_files(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        Tokenizer.train([tmp_path / name], 300)
+
+
+def test_unusable_texts_and_counts():
+    with pytest.raises(UserError, match="give a list or an iterator"):
+        Tokenizer.train_from_texts("text", 300)
+    with pytest.raises(UserError, match="lone surrogate"):
+        Tokenizer.train_from_texts(["a\ud800"], 300)
+    with pytest.raises(UserError, match="counts are positive"):
+        Tokenizer.train_from_counts({b"ab": -1}, 300)
+    with pytest.raises(UserError, match="below 2"):
+        Tokenizer.train_from_counts({b"ab": 2**62}, 300)
+
+
+def test_the_bound_on_memory_is_an_error_or_prunes(tmp_path):
+    rare = " ".join(f"rare{number}" for number in range(60_000))
+    path = tmp_path / "many.txt"
+    path.write_text(("common words here " * 20_000 + rare + "\n") * 3)
+    with pytest.raises(UserError, match="needs more than the 1000000 bytes"):
+        Tokenizer.train([path], 300, memory=1_000_000, threads=1)
+    with pytest.warns(UserWarning, match="occurrences of rare words were dropped"):
+        pruned = Tokenizer.train([path], 270, memory=1_000_000, prune=True, threads=1)
+    assert pruned.merges[:5] == Tokenizer.train([path], 270).merges[:5]
+    with pytest.raises(UserError, match="prune needs a bound"):
+        Tokenizer.train([path], 300, prune=True)
+
+
+BOUNDED = """
+import sys, threading, time
+from pathlib import Path
+from groundup.tokenizer import Tokenizer
+
+def anonymous():
+    line = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+start, peak, done = anonymous(), 0, False
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, anonymous())
+        time.sleep(0.002)
+thread = threading.Thread(target=watch)
+thread.start()
+Tokenizer.train([sys.argv[1]], 2000, memory=int(sys.argv[2]), prune=True, threads=2)
+done = True
+thread.join()
+print(peak - start)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_bound_holds_for_the_memory_of_the_process(tmp_path):
+    path = tmp_path / "distinct.txt"
+    path.write_text("".join(f" w{number * 7919 % 1_000_003}" for number in range(1_000_000)) * 3)
+    bound = 32 << 20
+    command = [sys.executable, "-W", "ignore", "-c", BOUNDED, str(path), str(bound)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert int(output) < bound
+
+
+def test_hugging_faces_rule_for_ties_gives_its_merges(tmp_path):
+    text = (PROSE + " zab zba bza yxw wxy xwy ") * 3
+    other = tokenizers.Tokenizer(tokenizers.models.BPE())
+    other.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=440, initial_alphabet=alphabet, show_progress=False)
+    other.train_from_iterator([text], trainer)
+    ours = train_on(tmp_path, text, 440, ties="huggingface")
+    other.save(str(tmp_path / "tokenizer.json"))
+    assert ours.merges == Tokenizer.load(tmp_path / "tokenizer.json").merges
+    assert ours.merges != train_on(tmp_path, text, 440).merges
+    with pytest.raises(UserError, match="ties is"):
+        train_on(tmp_path, text, 440, ties="smallest")
+
+
+def test_counts_add_up_over_parts(tmp_path):
+    """Feeding a text in parts of any size counts what the whole text counts."""
+    from groundup import _core
+
+    data = (PROSE + END).encode()
+    whole = _core.WordCounter([END.encode()], False)
+    whole.add_text(data)
+    for size in (1, 2, 3, 5, 17, 64, 1000):
+        parts = _core.WordCounter([END.encode()], False)
+        for start in range(0, len(data), size):
+            parts.feed(data[start : start + size])
+        parts.end_text()
+        assert Counter(dict(parts.words())) == Counter(dict(whole.words()))
