@@ -16,11 +16,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
-SECTIONS = {
-    "attention_check": 75, "attention_speed": 75, "hopper_check": 60, "hopper_speed": 60,
-    "rows": 60, "loss": 50, "optimizer": 40,
-}  # fmt: skip
-"""Section → seconds it may take."""
+CHECKS = {"attention_check": 7, "hopper_check": 4}
+"""Section → processes over which its cases are dealt; all run at once, since most of their time is compiling."""
+CHECK_SECONDS = 110
+SECTIONS = {"attention_speed": 60, "hopper_speed": 60, "rows": 60, "loss": 50, "elementwise": 45}
+"""Section → seconds it may take; one after the other."""
+PART, PARTS = 0, 1
 ROWS: list[dict] = []
 STARTED = time.time()
 
@@ -155,12 +156,21 @@ def attention_check(backend="flash-triton"):
     import torch
 
     torch.backends.cuda.matmul.allow_tf32 = False
-    for name, shape, dtype, options in attention_cases(backend):
-        attempt(name, lambda n=name, s=shape, t=dtype, o=options: check_case(n, s, t, backend, **o))
-    attempt("repeat", repeat_case, backend)
+    jobs = [
+        (name, lambda n=name, s=shape, t=dtype, o=options: check_case(n, s, t, backend, **o))
+        for name, shape, dtype, options in attention_cases(backend)
+    ]
+    jobs.append(("repeat", lambda: repeat_case(backend)))
     if backend == "flash-triton":
-        attempt("2**31", huge_case)
-        attempt("compile", compile_case)
+        jobs += [("more than 2**31", huge_case), ("compile", compile_case)]
+    else:
+        for d in (64, 128):
+            for causal in (True, False):
+                name, options = f"fast backward d{d} causal={causal}", {"deterministic": False, "causal": causal}
+                shape = (2, 4, 2, 1000, 1000, d, d)
+                jobs.append((name, lambda n=name, s=shape, o=options: check_case(n, s, torch.bfloat16, backend, **o)))
+    for name, job in jobs[PART::PARTS]:
+        attempt(name, job)
 
 
 def repeat_case(backend):
@@ -271,18 +281,20 @@ def attention_speed():
     attempt("fp32", speed_case, (2, 16, 4096, 64), [("triton", "flash-triton", True)], True, torch.float32)
 
 
-def hopper_check():
-    attention_check("flash-hopper")
-    import torch
+def no_fallback() -> None:
+    """A quiet fallback would check and time the wrong kernel: make its warning an error."""
+    import warnings
 
-    for d in (64, 128):
-        for causal in (True, False):
-            name, options = f"fast backward d{d} causal={causal}", {"deterministic": False, "causal": causal}
-            shape = (2, 4, 4, 1024, 1024, d, d)
-            attempt(name, lambda n=name, s=shape, o=options: check_case(n, s, torch.bfloat16, "flash-hopper", **o))
+    warnings.filterwarnings("error", message=".*flash-hopper.*")
+
+
+def hopper_check():
+    no_fallback()
+    attention_check("flash-hopper")
 
 
 def hopper_speed():
+    no_fallback()
     both = [("hopper fast", "flash-hopper", False)]
     for shape in SHAPES:
         attempt(str(shape), speed_case, shape, both)
@@ -421,44 +433,127 @@ def loss_case(n, vocab, width):
         note(case=f"loss {n}x{vocab}x{width}", what=name, ms=ms, beyond_gib=beyond / 2**30)
 
 
-def optimizer():
-    """AdamW, Newton-Schulz, SwiGLU and RoPE, where the package has them."""
-    try:
-        from groundup.kernels import bench_optimizer  # noqa: F401
-    except ImportError:
-        note(case="optimizer kernels", skipped="not in this version")
+def elementwise():
+    for rows_, width in ((16384, 2048), (16384, 8192)):
+        attempt(f"swiglu {rows_}x{width}", swiglu_case, rows_, width)
+    attempt("rope", rope_case, 16, 12, 1024, 64)
 
 
-def run_section(name: str, out: Path) -> None:
+def race(name, functions, leaves_of, d_out_of, forward_bytes, backward_bytes) -> None:
+    """Forward and backward of each function on three sets of inputs, by graph replay."""
     import torch
 
+    sets = [leaves_of() for _ in range(3)]
+    for what, function in functions.items():
+        with torch.no_grad():
+            forward = graph_ms([lambda s=s, f=function: f(*s) for s in sets])
+        outs = [function(*s) for s in sets]
+        flows = [d_out_of(o) for o in outs]
+        backward = graph_ms(
+            [
+                lambda o=o, s=s, g=g: torch.autograd.grad(o, [x for x in s if x.requires_grad], g, retain_graph=True)
+                for o, s, g in zip(outs, sets, flows, strict=True)
+            ]
+        )
+        note(case=name, what=what, fwd_gbs=forward_bytes / forward / 1e6, bwd_gbs=backward_bytes / backward / 1e6)
+
+
+def swiglu_case(n_rows, width):
+    import torch
+
+    from groundup.kernels import swiglu
+
+    def leaves():
+        return [torch.randn(n_rows, width, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+
+    plain = lambda g, u: torch.nn.functional.silu(g) * u  # noqa: E731
+    a = leaves()
+    wide = [x.detach().double().requires_grad_() for x in a]
+    flow = torch.randn_like(a[0])
+    ours, truth = swiglu(*a, backend="triton"), plain(*wide)
+    grads = torch.autograd.grad(ours, a, flow), torch.autograd.grad(truth, wide, flow.double())
+    pairs = zip([ours, *grads[0]], [truth, *grads[1]], strict=True)
+    worst = max(errors(x, y)[2] for x, y in pairs)
+    note(case=f"swiglu {n_rows}x{width}", ok=worst < 4e-3, frobenius=worst)
+    functions = {"ours": lambda g, u: swiglu(g, u, "triton"), "eager": plain, "compiled": torch.compile(plain)}
+    size = n_rows * width * 2
+    race(f"swiglu {n_rows}x{width}", functions, leaves, torch.randn_like, 3 * size, 5 * size)
+
+
+def rope_case(batch, heads, seq, d):
+    import torch
+
+    from groundup.kernels import rope
+    from groundup.kernels.elementwise import turned
+
+    angle = torch.randn(seq, d // 2, device="cuda")
+    cos, sin = angle.cos(), angle.sin()
+
+    def leaves():
+        shape = (batch, seq, heads, d)
+        make = lambda: torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()  # noqa: E731
+        return [make(), make()]
+
+    plain = lambda q, k: (turned(q, cos, sin), turned(k, cos, sin))  # noqa: E731
+    a = leaves()
+    worst = max(errors(x, y.double())[2] for x, y in zip(rope(*a, cos, sin, "triton"), plain(*a), strict=True))
+    note(case="rope", ok=worst < 1e-3, frobenius=worst)
+    functions = {"ours": lambda q, k: rope(q, k, cos, sin, "triton"), "compiled": torch.compile(plain)}
+    size = 4 * batch * heads * seq * d * 2
+    race("rope", functions, leaves, lambda o: [torch.randn_like(x) for x in o], size, size)
+
+
+def run_section(name: str, part: str, out: Path) -> None:
+    import torch
+
+    global PART, PARTS
+    PART, PARTS = (int(x) for x in part.split("/"))
     torch.manual_seed(0)
     try:
         globals()[name]()
     finally:
-        (out / f"{name}.json").write_text(json.dumps(ROWS, indent=1))
+        (out / f"{name}.{PART}.json").write_text(json.dumps(ROWS, indent=1))
+
+
+def start(name: str, part: int, parts: int, out: Path) -> subprocess.Popen:
+    command = [sys.executable, __file__, str(out), "--section", name, f"{part}/{parts}"]
+    with (out / f"{name}.{part}.log").open("w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+
+def finish(name: str, process: subprocess.Popen, seconds: float) -> None:
+    try:
+        process.wait(timeout=max(1.0, seconds))
+        print(f"{time.time() - STARTED:5.0f} s  {name} ended with {process.returncode}", flush=True)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        print(f"{time.time() - STARTED:5.0f} s  {name} ran out of time", flush=True)
 
 
 def main() -> None:
     out = Path(sys.argv[1]).resolve()
     out.mkdir(parents=True, exist_ok=True)
-    if len(sys.argv) > 3 and sys.argv[2] == "--section":
-        return run_section(sys.argv[3], out)
-    for name in sys.argv[2:] or SECTIONS:
-        command = [sys.executable, __file__, str(out), "--section", name]
-        try:
-            with (out / f"{name}.log").open("w") as log:
-                subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=SECTIONS[name], check=False)
-            print(f"{time.time() - STARTED:5.0f} s  {name} done", flush=True)
-        except subprocess.TimeoutExpired:
-            print(f"{time.time() - STARTED:5.0f} s  {name} ran out of its {SECTIONS[name]} s", flush=True)
+    if len(sys.argv) == 5 and sys.argv[2] == "--section":
+        return run_section(sys.argv[3], sys.argv[4], out)
+    chosen = sys.argv[2:] or [*CHECKS, *SECTIONS]
+    running = [
+        (f"{name} {part}", start(name, part, CHECKS[name], out))
+        for name in chosen
+        if name in CHECKS
+        for part in range(CHECKS[name])
+    ]
+    for name, process in running:
+        finish(name, process, CHECK_SECONDS - (time.time() - STARTED))
+    for name in chosen:
+        if name in SECTIONS:
+            finish(name, start(name, 0, 1, out), SECTIONS[name])
     print()
-    for name in sys.argv[2:] or SECTIONS:
-        log = out / f"{name}.log"
-        lines = [x for x in log.read_text(errors="replace").splitlines() if x.startswith("case=")]
-        print(f"== {name}", *[line[:170] for line in lines], sep="\n")
-        if not lines:
-            print(log.read_text(errors="replace")[-600:])
+    for name in chosen:
+        print(f"== {name}")
+        for log in sorted(out.glob(f"{name}.*.log")):
+            text = log.read_text(errors="replace")
+            lines = [line[5:165] for line in text.splitlines() if line.startswith("case=")]
+            print(*(lines or [f"nothing in {log.name}: {text[-500:]}"]), sep="\n")
     return None
 
 

@@ -10,7 +10,7 @@ import pytest
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("script", ["interpreted_attention.py", "interpreted_rows.py"])
+@pytest.mark.parametrize("script", ["interpreted_attention.py", "interpreted_rows.py", "interpreted_elementwise.py"])
 def test_kernels_on_the_cpu(script: str):
     pytest.importorskip("triton")
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}

@@ -5,6 +5,7 @@ Importing this package does not import Triton; a kernel's first launch does.
 
 from groundup.kernels.attention import attention
 from groundup.kernels.documents import document_ids
+from groundup.kernels.elementwise import rope, swiglu
 from groundup.kernels.flash_torch import FlashAttention
 from groundup.kernels.flash_triton import FlashAttentionTriton
 from groundup.kernels.linear_cross_entropy import linear_cross_entropy
@@ -19,4 +20,6 @@ __all__ = [
     "document_ids",
     "linear_cross_entropy",
     "rms_norm",
+    "rope",
+    "swiglu",
 ]

@@ -248,7 +248,8 @@ def launch_keys(
         describe(d_v, tile.block_k, fixed["D_V"]),
         *rows, lo, hi, *score_factors(rule), rule.scale, n_q, n_k, heads,
         heads_a_group(batch * heads, bytes_a_head, L2_BYTES_BACKWARD), rule.window,
-        **fixed, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, EVEN=even, SQUARE=square and even, **tile.options(square and even),
+        **fixed, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, EVEN=even, SQUARE=square and even,
+        **tile.options(square and even),
     )  # fmt: skip
 
 
