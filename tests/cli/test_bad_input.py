@@ -69,6 +69,12 @@ CASES = [
     ("generate run --temperature -1", ["temperature", "-1"]),
     ("generate run --top-p 2", ["top_p", "2"]),
     ("generate run --max-tokens -3", ["-3"]),
+    ("generate run --min-p 2", ["min_p", "2"]),
+    ("generate run --prompts missing.txt", ["missing.txt"]),
+    ("generate run --prompts empty.txt", ["empty.txt", "a prompt a line"]),
+    ("generate run --prompts bad.txt", ["bad.txt", "not valid UTF-8 at byte 4"]),
+    ("generate run --prompts train.txt --prompt x", ["--prompt ", "--prompts"]),
+    ("generate run --json", ["--json", "--prompts"]),
     # exchange with Hugging Face's format
     ("export missing --out new", ["missing", "no run"]),
     ("export run --out tokens", ["holds", "export did not write"]),

@@ -102,6 +102,19 @@ def test_generate_continues_the_prompt_and_repeats_itself(here: Path, capsys: py
     assert "past the context of 16 tokens" in capsys.readouterr().err
 
 
+def test_generate_takes_many_prompts_at_once(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "p.txt").write_text("Once upon\nThe old fox sat\n\n")
+    line = ["generate", "run", "--max-tokens", "9", "--min-p", "0.01"]
+    assert main([*line, "--prompts", str(tmp_path / "p.txt"), "--seed", "4", "--json"]) == 0
+    texts = json.loads(capsys.readouterr().out)["texts"]
+    assert [row["prompt"] for row in texts] == ["Once upon", "The old fox sat", ""]
+    for i, row in enumerate(texts):
+        assert main([*line, "--prompt", row["prompt"], "--seed", str(4 + i)]) == 0
+        assert capsys.readouterr().out == row["prompt"] + row["text"] + "\n"
+    assert main([*line, "--prompts", str(tmp_path / "p.txt"), "--seed", "4"]) == 0
+    assert capsys.readouterr().out.split("\n\n---\n\n")[1] == texts[1]["prompt"] + texts[1]["text"]
+
+
 def test_export_and_import_keep_the_models_words(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     hf, back = str(tmp_path / "hf"), str(tmp_path / "back")
     assert main(["export", "run", "--out", hf]) == 0

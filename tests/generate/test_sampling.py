@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from groundup.errors import UserError
 from groundup.generate.sampling import (
     check_sampling,
+    keep_min_p,
     keep_top_k,
     keep_top_p,
     sample,
@@ -84,6 +85,47 @@ def test_top_k_equals_a_stable_sort(values, k):
     order = sorted(range(len(values)), key=lambda i: (-values[i], i))
     expected = sorted(order[:k]) if k else list(range(len(values)))
     assert kept(keep_top_k(torch.tensor(values, dtype=torch.float32), k)) == expected
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.integers(1, 79))
+def test_min_p_equals_brute_force(weights, half):
+    p = half / 2 / 40.5  # no ratio of two weights up to 40 is within rounding of it
+    logits = torch.tensor(weights, dtype=torch.float64).log()
+    probabilities = [w / sum(weights) for w in weights]
+    expected = [i for i, probability in enumerate(probabilities) if probability >= p * max(probabilities)]
+    assert kept(keep_min_p(logits, p)) == expected
+
+
+def test_min_p_keeps_what_it_should_on_rows_of_any_shape():
+    logits = torch.randn(2, 3, 17, generator=torch.Generator().manual_seed(0))
+    assert keep_min_p(logits, 0.0) is logits
+    whole = keep_min_p(logits, 0.3)
+    probabilities = logits.double().softmax(-1)
+    outside = probabilities < 0.3 * probabilities.amax(-1, keepdim=True)
+    assert torch.equal(whole, logits.masked_fill(outside, -math.inf))
+    assert torch.isfinite(keep_min_p(logits, 1.0)).sum() == 6  # the likeliest of each row
+    # With everything but one ruled out already, that one stays.
+    assert kept(keep_min_p(torch.tensor([-math.inf, 2.0, -math.inf]), 1.0)) == [1]
+
+
+def test_the_order_of_min_p():
+    # After the temperature: 0.1 is a fifth of 0.5, and at temperature 1/2 a twenty-fifth.
+    logits = torch.tensor([0.5, 0.4, 0.1], dtype=torch.float64).log()
+    draws = {
+        t: {sample(logits, t, min_p=0.1, generator=seeded_generator(s, "cpu")).item() for s in range(80)}
+        for t in (1.0, 0.5)
+    }
+    assert draws == {1.0: {0, 1, 2}, 0.5: {0, 1}}
+    # After top-p: a nucleus of 0.52 needs 0.5 and 0.4. After min-p 0.5 it would be 0.5 of 0.9, more than 0.52, alone.
+    both = {sample(logits, 1.0, 0, 0.52, seeded_generator(s, "cpu"), 0.5).item() for s in range(80)}
+    assert both == {0, 1}
+
+
+def test_rows_with_generators_of_their_own_draw_as_if_alone():
+    logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(3))
+    together = sample(logits, 1.0, generator=[seeded_generator(s, "cpu") for s in range(5)])
+    alone = [sample(row, 1.0, generator=seeded_generator(s, "cpu")).item() for s, row in enumerate(logits)]
+    assert together.tolist() == alone
 
 
 def test_top_p_counts_after_top_k_and_temperature():
@@ -163,6 +205,8 @@ def test_the_seed_decides_and_the_global_stream_rests():
         ((1.0, 0, 1.01), "top_p is 1.01"),
         ((1.0, 0, math.nan), "top_p is nan"),
         ((1.0, 0, 1.0, -1), "seed is -1"),
+        ((1.0, 0, 1.0, 0, -0.1), "min_p is -0.1; it must be in [0, 1]"),
+        ((1.0, 0, 1.0, 0, math.nan), "min_p is nan"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings, says):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from groundup.config import ModelConfig
 from groundup.errors import UserError
-from groundup.generate import generate_text, stream_text
+from groundup.generate import generate_text, generate_texts, stream_text
 from groundup.model import TransformerLM
 from groundup.tokenizer import Tokenizer
 
@@ -75,3 +75,10 @@ def test_an_empty_prompt_starts_a_document():
 def test_a_tokenizer_larger_than_the_model_is_refused():
     with pytest.raises(UserError, match="the tokenizer knows 262 ids and the model 260"):
         generate_text(text_model(260), TOKENIZER, "def ", 10)
+
+
+def test_texts_of_a_batch_are_those_of_each_prompt_alone():
+    model = text_model().double()
+    batch = ["def ", "", "a long prompt, longer than the context"]
+    alone = ["".join(generate_text(model, TOKENIZER, text, 30, min_p=0.05, seed=3 + i)) for i, text in enumerate(batch)]
+    assert generate_texts(model, TOKENIZER, batch, 30, min_p=0.05, seed=3) == alone

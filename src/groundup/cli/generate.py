@@ -1,13 +1,16 @@
 """`groundup generate`: a run's model continues a prompt."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
 from groundup.cli.output import check_utf8, note
 from groundup.cli.parse import parse
+from groundup.errors import UserError
+from groundup.files import write_atomic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +21,11 @@ class Args:
     """Run directory."""
     prompt: str = ""
     """Text to continue; empty: a new document."""
+    prompts: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
+    """Text file with a prompt a line, all continued at once; each gets the text it would get alone, line i with seed
+    --seed + i."""
+    json: Annotated[str, arg(metavar="[PATH]", help_behavior_hint="")] = ""
+    """With --prompts: write prompts and texts as JSON to PATH; without PATH, print it in place of the texts."""
     max_tokens: int = 200
     """Most tokens to sample."""
     temperature: float = 1.0
@@ -26,6 +34,8 @@ class Args:
     """Sample among the k likeliest tokens only; 0: all."""
     top_p: float = 1.0
     """Sample among the likeliest tokens that together hold this probability; 1: all."""
+    min_p: float = 0.0
+    """Sample among the tokens that have at least this part of the likeliest one's probability; 0: all."""
     seed: int = 0
     """Seeds the sampling; the same seed gives the same text."""
     step: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the newest)")] = None
@@ -37,23 +47,46 @@ class Args:
 def main(argv: list[str], prog: str) -> int:
     args = parse(Args, argv, prog)
     check_utf8(args.prompt, "--prompt")
-    from groundup.generate import generate_text
+    if args.prompts is not None and args.prompt:
+        raise UserError("--prompt gives one prompt and --prompts a file of them; leave one of them out")
+    if args.json and args.prompts is None:
+        raise UserError("--json is for --prompts FILE; a single text is printed as it is sampled")
+    prompts = [args.prompt] if args.prompts is None else _lines(args.prompts)
+    from groundup.generate import generate_text, generate_texts
     from groundup.train import load_run
 
     model, tokenizer, _, _ = load_run(args.run, step=args.step, device=args.device)
-    pieces = generate_text(
-        model,
-        tokenizer,
-        args.prompt,
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
-        on_slide=note,
-    )
+    settings: dict[str, Any] = {
+        name: getattr(args, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+    }
+    if args.prompts is not None:
+        texts = generate_texts(model, tokenizer, prompts, **settings, on_slide=note)
+        _show(prompts, texts, args.json)
+        return 0
+    pieces = generate_text(model, tokenizer, args.prompt, **settings, on_slide=note)
     print(args.prompt, end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
     print()
     return 0
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompts {path} is not valid UTF-8 at byte {error.start}") from None
+    if not lines:
+        raise UserError(f"--prompts {path} is empty; give a prompt a line")
+    return lines
+
+
+def _show(prompts: list[str], texts: list[str], json_path: str) -> None:
+    rows = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+    whole = json.dumps({"texts": rows}, indent=2, ensure_ascii=False)
+    if json_path == "-":
+        print(whole)
+        return
+    print("\n\n---\n\n".join(row["prompt"] + row["text"] for row in rows))
+    if json_path:
+        write_atomic(Path(json_path), whole + "\n")

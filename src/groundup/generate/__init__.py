@@ -1,14 +1,16 @@
 """Sampling, the KV cache and the loop that writes text.
 
-sampling.py  temperature, top-k, top-p and the draw: pure functions on logits
+sampling.py  temperature, top-k, top-p, min-p and the draw: pure functions on logits
 cache.py     the KV cache
 engine.py    prefill, decode, the sliding window
+batch.py     many prompts at once
 text.py      ids to text as they arrive; prompt to continuation
 """
 
+from groundup.generate.batch import generate_batch
 from groundup.generate.cache import KVCache
 from groundup.generate.engine import generate
 from groundup.generate.sampling import sample
-from groundup.generate.text import generate_text, stream_text
+from groundup.generate.text import generate_text, generate_texts, stream_text
 
-__all__ = ["KVCache", "generate", "generate_text", "sample", "stream_text"]
+__all__ = ["KVCache", "generate", "generate_batch", "generate_text", "generate_texts", "sample", "stream_text"]

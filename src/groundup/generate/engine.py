@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from groundup.errors import UserError
@@ -34,6 +34,7 @@ def generate(
     seed: int = 0,
     stop_ids: Collection[int] = (),
     *,
+    min_p: float = 0.0,
     start_id: int | None = None,
     vocab_limit: int | None = None,
     on_slide: Callable[[str], None] | None = None,
@@ -50,16 +51,17 @@ def generate(
     Raises UserError for settings out of range, an id outside the vocabulary, an empty prompt without a start_id, and
     logits that are not numbers.
     """
-    check_sampling(temperature, top_k, top_p, seed)
+    check_sampling(temperature, top_k, top_p, seed, min_p)
     if max_tokens < 0:
         raise UserError(f"max_tokens is {max_tokens}; it must be ≥ 0")
-    limit = _checked_limit(model.config.vocab_size, vocab_limit)
-    window = _prompt_window(ids, start_id, limit, model.config.context_length, on_slide)
+    limit = checked_limit(model.config.vocab_size, vocab_limit)
+    window = prompt_window(ids, start_id, limit, model.config.context_length, on_slide)
     weight = next(model.parameters())
     generator = seeded_generator(seed, weight.device)
 
     def draw(logits: Float[Tensor, "vocab"]) -> int:
-        return _draw(logits[:limit], temperature, top_k, top_p, generator)
+        token = sample(logits[:limit], temperature, top_k, top_p, generator, min_p)
+        return checked_tokens(token[None], logits[None, :limit])[0]
 
     cache = KVCache(model.config, dtype=weight.dtype, device=weight.device)
     return _tokens(model, cache, window, max_tokens, draw, frozenset(stop_ids), on_slide)
@@ -88,7 +90,7 @@ def _tokens(
                     "each time it is full"
                 )
             slid = True
-        with _inference(model):
+        with inference(model):
             token = draw(next_logits(model, pending, cache))
         yield token
         if token in stop_ids:
@@ -103,9 +105,29 @@ def next_logits(model: TransformerLM, tokens: list[int], cache: KVCache) -> Floa
     The prefill of a prompt and the step of one token are this same call.
     """
     ids = torch.tensor([tokens], device=cache.keys.device)
-    logits = model(ids, cache=cache)
+    with positions_only(model, torch.tensor([len(tokens) - 1], device=ids.device)):
+        logits = model(ids, cache=cache)
     cache.advance(len(tokens))
-    return logits[0, -1]
+    return logits[0, 0]
+
+
+@contextmanager
+def positions_only(model: TransformerLM, positions: Int[Tensor, "batch"]) -> Generator[None]:
+    """Inside, the model gives logits of one position a row, (batch, 1, vocab).
+
+    A prompt's other logits are never read, and with a vocabulary of 50,000 they are the largest tensor of a prefill
+    (200 kB a token) and much of its work. A hook before the final norm drops the positions: the model stays plain.
+    """
+
+    def keep(_: object, args: tuple[Tensor]) -> Tensor:
+        (x,) = args
+        return x if x.shape[1] == 1 else x[torch.arange(len(x), device=x.device), positions].unsqueeze(1)
+
+    handle = model.ln_final.register_forward_pre_hook(keep)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def newest_half(context_length: int) -> int:
@@ -113,18 +135,15 @@ def newest_half(context_length: int) -> int:
     return max(1, context_length // 2)
 
 
-def _draw(
-    logits: Float[Tensor, "vocab"], temperature: float, top_k: int, top_p: float, generator: torch.Generator
-) -> int:
-    """One id; the check for finite logits rides on the same transfer from the device."""
-    token = sample(logits, temperature, top_k, top_p, generator)
-    value, finite = torch.stack([token, torch.isfinite(logits).all()]).tolist()
-    if not finite:
+def checked_tokens(tokens: Int[Tensor, "rows"], logits: Float[Tensor, "rows vocab"]) -> list[int]:
+    """The drawn ids on the host; the check that their logits are finite rides on the same transfer."""
+    values = torch.cat([tokens, torch.isfinite(logits).all()[None]]).tolist()
+    if not values.pop():
         raise UserError("the model's logits are not finite numbers; its weights are damaged or its training diverged")
-    return value
+    return values
 
 
-def _checked_limit(vocab_size: int, vocab_limit: int | None) -> int:
+def checked_limit(vocab_size: int, vocab_limit: int | None) -> int:
     if vocab_limit is None:
         return vocab_size
     if not 0 < vocab_limit <= vocab_size:
@@ -135,7 +154,7 @@ def _checked_limit(vocab_size: int, vocab_limit: int | None) -> int:
     return vocab_limit
 
 
-def _prompt_window(
+def prompt_window(
     ids: Sequence[int], start_id: int | None, limit: int, context_length: int, on_slide: Callable[[str], None] | None
 ) -> list[int]:
     """The checked prompt, cut to its newest `context_length` tokens."""
@@ -156,7 +175,7 @@ def _prompt_window(
 
 
 @contextmanager
-def _inference(model: TransformerLM) -> Generator[None]:
+def inference(model: TransformerLM) -> Generator[None]:
     """Evaluation mode and no autograd for one step.
 
     Around the step and not around the loop: a generator that yields inside `inference_mode` would leave it on in its

@@ -1,8 +1,10 @@
-"""From logits to the next token: temperature, top-k, top-p, and a draw that is reproducible.
+"""From logits to the next token: temperature, top-k, top-p, min-p, and a draw that is reproducible.
 
-The order is fixed: temperature, then top-k, then top-p. Each step works on what the one before it left, so top-p
-measures probabilities after the temperature and renormalised over the k tokens that top-k kept (the order of most
-other samplers, hence the same numbers mean the same thing here).
+The order is fixed: temperature, then top-k, then top-p, then min-p. Each step works on what the one before it left, so
+top-p measures probabilities after the temperature and renormalised over the k tokens that top-k kept (the order of
+most other samplers, hence the same numbers mean the same thing here). min-p compares with the likeliest token, which
+every step keeps: it removes the same tokens wherever it stands after the temperature, and last it leaves top-p's
+measure alone.
 
 Cost per row of V logits: top-k O(V); top-p one sort, O(V log V); the draw O(V). All of it in float64: a vocabulary's
 worth of doubles is nothing beside the model, and a temperature of 1e-3 or a nucleus of 0.9999 then means what it says.
@@ -13,6 +15,7 @@ probability zero) and `torch.multinomial` (needs normalised probabilities, at mo
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -21,7 +24,7 @@ from torch import Tensor
 from groundup.errors import UserError
 
 
-def check_sampling(temperature: float, top_k: int, top_p: float, seed: int = 0) -> None:
+def check_sampling(temperature: float, top_k: int, top_p: float, seed: int = 0, min_p: float = 0.0) -> None:
     """Raise UserError, with the legal range, for a setting that means nothing."""
     if not (math.isfinite(temperature) and temperature >= 0):
         raise UserError(f"temperature is {temperature}; it must be a number ≥ 0 (0: always the likeliest token)")
@@ -29,6 +32,8 @@ def check_sampling(temperature: float, top_k: int, top_p: float, seed: int = 0) 
         raise UserError(f"top_k is {top_k}; it must be ≥ 0 (0: no limit)")
     if not 0 < top_p <= 1:
         raise UserError(f"top_p is {top_p}; it must be in (0, 1] (1: no limit)")
+    if not 0 <= min_p <= 1:
+        raise UserError(f"min_p is {min_p}; it must be in [0, 1] (0: no limit)")
     if not 0 <= seed < 2**63:
         raise UserError(f"seed is {seed}; it must be in [0, 2^63)")
 
@@ -68,24 +73,44 @@ def keep_top_p(logits: Float[Tensor, "... vocab"], p: float) -> Float[Tensor, ".
     return logits.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -math.inf)
 
 
+def keep_min_p(logits: Float[Tensor, "... vocab"], p: float) -> Float[Tensor, "... vocab"]:
+    """All logits whose probability is below p times the likeliest token's become -inf. p = 0: all stay.
+
+    Nguyen et al. 2024 (arXiv:2407.01082): a sure model gets a short list, an unsure one a long list. The ratio of two
+    probabilities is exp of their logits' difference, so no softmax is needed.
+    """
+    if p == 0:
+        return logits
+    wide = logits.double()
+    return logits.masked_fill(wide < wide.amax(-1, keepdim=True) + math.log(p), -math.inf)
+
+
 def sample(
     logits: Float[Tensor, "... vocab"],
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
+    min_p: float = 0.0,
 ) -> Int[Tensor, "..."]:
     """Draw one token id a row (int64).
 
     temperature 0 takes the largest logit (the lowest id of equal ones) and draws nothing. `generator` lives on the
-    logits' device and is advanced by one draw of the logits' size; without it torch's global one is. Raises UserError
-    for settings out of range.
+    logits' device and is advanced by one draw of the logits' size; without it torch's global one is. A sequence of
+    them, one a row of logits (rows, vocab), gives each row the draw that it would have had alone. Raises UserError for
+    settings out of range.
     """
-    check_sampling(temperature, top_k, top_p)
+    check_sampling(temperature, top_k, top_p, min_p=min_p)
     if temperature == 0:
         return logits.argmax(-1)
     scaled = keep_top_p(keep_top_k(scale_by_temperature(logits, temperature), top_k), top_p)
-    noise = torch.empty_like(scaled).exponential_(generator=generator)
+    scaled = keep_min_p(scaled, min_p)
+    noise = torch.empty_like(scaled)
+    if isinstance(generator, Sequence):
+        for row, own in zip(noise, generator, strict=True):
+            row.exponential_(generator=own)
+    else:
+        noise.exponential_(generator=generator)
     # An exponential of exactly 0 would give -inf + inf at a token that was ruled out.
     noise.clamp_(min=torch.finfo(noise.dtype).tiny)
     return (scaled - noise.log()).argmax(-1)

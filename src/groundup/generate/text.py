@@ -1,7 +1,8 @@
 """Tokens to text while they arrive, and the whole way from a prompt to its continuation."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from groundup.generate.batch import generate_batch
 from groundup.generate.engine import generate
 from groundup.model import TransformerLM
 from groundup.tokenizer import Tokenizer
@@ -26,6 +27,7 @@ def generate_text(
     top_p: float = 1.0,
     seed: int = 0,
     on_slide: Callable[[str], None] | None = None,
+    min_p: float = 0.0,
 ) -> Iterator[str]:
     """Stream the continuation of `prompt` (without the prompt), up to `<|endoftext|>` or `max_tokens` tokens.
 
@@ -41,8 +43,40 @@ def generate_text(
         top_p,
         seed,
         stop_ids=() if end is None else (end,),
+        min_p=min_p,
         start_id=end,
         vocab_limit=tokenizer.vocab_size,
         on_slide=on_slide,
     )
     return stream_text(tokenizer, ids)
+
+
+def generate_texts(
+    model: TransformerLM,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    max_tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    on_slide: Callable[[str], None] | None = None,
+    min_p: float = 0.0,
+) -> list[str]:
+    """The continuations of many prompts as one batch; text i is that of `generate_text(…, seed=seed + i)`."""
+    end = tokenizer.eot_id
+    batch = generate_batch(
+        model,
+        [tokenizer.encode(prompt) for prompt in prompts],
+        max_tokens,
+        temperature,
+        top_k,
+        top_p,
+        seed,
+        stop_ids=() if end is None else (end,),
+        min_p=min_p,
+        start_id=end,
+        vocab_limit=tokenizer.vocab_size,
+        on_slide=on_slide,
+    )
+    return ["".join(stream_text(tokenizer, ids)) for ids in batch]
