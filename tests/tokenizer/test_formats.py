@@ -35,6 +35,19 @@ def test_all_files_reload_to_the_same_tokenizer(trained, tmp_path):
     assert Tokenizer.load(tmp_path).fingerprint == tokenizer.fingerprint
 
 
+@pytest.mark.parametrize("pattern", ["gpt2", "cl100k", r"#?\p{L}+|\P{L}"])
+def test_the_pair_of_files_keeps_the_pattern_and_merges_that_look_like_its_header(tmp_path, pattern):
+    text = "#versions #versions #version: #versionsx it's 12345\n" * 9
+    tokenizer = train_on(tmp_path, text, 275, pattern=pattern, special_tokens=[END])
+    tokenizer.save(tmp_path / "out")
+    (tmp_path / "pair").mkdir()
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / "pair" / name).write_bytes((tmp_path / "out" / name).read_bytes())
+    assert Tokenizer.load(tmp_path / "pair").fingerprint == tokenizer.fingerprint
+    if pattern[0] == "#":
+        assert any(line.startswith("#version ") for line in (tmp_path / "pair" / "merges.txt").read_text().split("\n"))
+
+
 def test_saving_replaces_a_folder(trained, tmp_path):
     tokenizer, _ = trained
     gpt2().save(tmp_path / "out")
@@ -173,6 +186,9 @@ def test_unusable_paths(tmp_path):
     (tmp_path / "vocab.json").write_text(json.dumps(GOOD["model"]["vocab"]))
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\na b c\n")
     with pytest.raises(UserError, match="line 3"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "merges.txt").write_text('#version: 0.2 {"pattern": \n')
+    with pytest.raises(UserError, match="first line holds no JSON"):
         Tokenizer.load(tmp_path)
 
 

@@ -3,10 +3,14 @@
 Both are read and written so that `tokenizers.Tokenizer.from_file` gives the same ids as ours. Tokens appear as
 printable characters (byte_level.py), in which a space is "Ġ": so no token breaks a line of `merges.txt`, two words
 and a space. In `tokenizer.json` each merge is a pair of strings.
+
+The pair of files has no place for a pattern other than GPT-2's; it stands in the first line of `merges.txt`, after
+`#version: 0.2`, where other readers skip it.
 """
 
 import base64
 import json
+import warnings
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -191,7 +195,18 @@ def to_json(parts: Parts) -> dict[str, Any]:
 def write_files(parts: Parts, directory: Path) -> None:
     """Write the three files into an existing directory."""
     content = to_json(parts)
-    lines = ["#version: 0.2", *(" ".join(merge) for merge in content["model"]["merges"])]
+    ids = token_ids(parts)
+    alike = [name for name in parts.special_tokens if set(name) <= BYTE_OF.keys() and to_bytes(name) in ids]
+    if alike:
+        warnings.warn(
+            f"the special tokens {', '.join(map(repr, alike))} are spelled like ordinary tokens in these files: "
+            "vocab.json leaves them out, and other programs may confuse them",
+            stacklevel=3,
+        )
+    more: dict[str, Any] = {} if parts.pattern == "gpt2" else {"pattern": parts.pattern}
+    more |= {"ignore_merges": True} if parts.whole_pieces else {}
+    header = "#version: 0.2" + (f" {json.dumps(more)}" if more else "")
+    lines = [header, *(" ".join(merge) for merge in content["model"]["merges"])]
     (directory / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False, indent=1), "utf-8")
     (directory / "vocab.json").write_text(json.dumps(content["model"]["vocab"], ensure_ascii=False, indent=0), "utf-8")
     (directory / "merges.txt").write_text("\n".join(lines) + "\n", "utf-8")
@@ -272,14 +287,21 @@ def _read_pair(vocab_path: Path, merges_path: Path) -> Parts:
         lines = merges_path.read_text("utf-8").split("\n")
     except (OSError, ValueError) as error:
         raise UserError(f"{merges_path}: cannot be read ({error})") from error
-    body = [(number, line) for number, line in enumerate(lines, 1) if line and not line.startswith("#version")]
+    header = lines[0] if lines[0].startswith("#version") else ""
+    body = [(number, line) for number, line in enumerate(lines, 1) if line and not (header and number == 1)]
     for number, line in body:
         if line.count(" ") != 1:
             raise UserError(f"{merges_path}: line {number} is {line!r}: a merge is two tokens and one space")
     merges = [tuple(line.split(" ")) for _, line in body]
     made = {left + right for left, right in merges}
     specials = {token: i for token, i in vocab.items() if token not in made and token not in BYTE_OF}
-    return _parts(vocab, merges, specials, "gpt2", vocab_path)
+    try:
+        more = json.loads(header[header.index("{") :]) if "{" in header else {}
+    except ValueError as error:
+        raise UserError(f"{merges_path}: the first line holds no JSON after its version ({error})") from error
+    parts = _parts(vocab, merges, specials, pattern_name(more.get("pattern", "gpt2")), vocab_path)
+    parts.whole_pieces = bool(more.get("ignore_merges", False))
+    return parts
 
 
 def _parts(vocab: dict[str, int], merges: list, specials: dict[str, int], pattern: str, path: Path) -> Parts:
