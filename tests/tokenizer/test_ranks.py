@@ -1,6 +1,7 @@
 """tiktoken's vocabularies and objects, and those of Hugging Face, made from ours and read into ours."""
 
 import random
+import sys
 
 import pytest
 import tiktoken
@@ -62,3 +63,10 @@ def test_unusable_ranks(tmp_path):
     reordered = {**{i: bytes([i]) for i in range(256)}, 256: b"cd", 257: b"ab"}
     with pytest.raises(UserError, match="do not follow the order"):
         Tokenizer(reordered, [(b"a", b"b"), (b"c", b"d")]).to_tiktoken()
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    for name, call in (("tiktoken", gpt2().to_tiktoken), ("tokenizers", gpt2().to_hf)):
+        monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(UserError, match=f"needs the package {name}"):
+            call()

@@ -13,6 +13,7 @@ from texts import END, PROSE, train_on
 
 from groundup.errors import UserError
 from groundup.tokenizer import Tokenizer, reference
+from groundup.tokenizer.sources import JsonLines
 
 TEXT = (PROSE + END) * 40
 
@@ -37,6 +38,48 @@ def test_packed_files_and_iterators_train_alike(tmp_path, expected):
     assert Tokenizer.train_from_texts((text.encode() for text in documents), 400, [END]).merges == expected
     words = reference.count_words([TEXT], [END])
     assert Tokenizer.train_from_counts(words, 400, [END]).merges == expected
+
+
+def test_zstd_in_one_frame_or_several(tmp_path, expected):
+    zstandard = pytest.importorskip("zstandard")
+    pack = zstandard.ZstdCompressor().compress
+    half = len(TEXT) // 2
+    (tmp_path / "a.txt.zst").write_bytes(pack(TEXT[:half].encode()) + pack(TEXT[half:].encode()))
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXT.split(END))
+    (tmp_path / "b.jsonl.zst").write_bytes(pack(lines.encode()))
+    for name in ("a.txt.zst", "b.jsonl.zst"):
+        assert Tokenizer.train([tmp_path / name], 400, [END]).merges == expected
+    for content in (b"no zstd at all", pack(TEXT.encode())[:-9], pack(b"whole") + pack(TEXT.encode())[:40]):
+        (tmp_path / "c.txt.zst").write_bytes(content)
+        with pytest.raises(UserError, match="cannot be unpacked"):
+            Tokenizer.train([tmp_path / "c.txt.zst"], 400)
+
+
+def test_without_zstandard_the_package_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.txt.zst").write_bytes(b"x")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(UserError, match="needs the package zstandard"):
+        Tokenizer.train([tmp_path / "a.txt.zst"], 400)
+
+
+def test_json_lines_of_every_kind(tmp_path):
+    path = tmp_path / "a.jsonl"
+    records = [{"body": "first\nline"}, {"text": 3, "body": "naïve 😀"}, {"body": ""}]
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n\r\n".join(map(json.dumps, records)).encode())
+    assert list(JsonLines(path, "body").texts(path.open("rb"))) == ["first\nline", "naïve 😀", ""]
+    bad = [b'{"text": "a\xffb"}', rb'{"text": "\ud83d \ud83d\ude00"}', '{"text": "\ufffd"}'.encode()]
+    path.write_bytes(b"\n".join(bad))
+    lines = JsonLines(path, errors="replace")
+    assert list(lines.texts(path.open("rb"))) == ["a\ufffdb", "\ufffd 😀", "\ufffd"]
+    assert lines.replaced == 2
+    for number, message in ((0, "line 1 is not valid UTF-8"), (1, "line 1 holds a lone surrogate")):
+        path.write_bytes(bad[number])
+        with pytest.raises(UserError, match=message):
+            Tokenizer.train([path], 300)
+        with pytest.warns(UserWarning, match="1 invalid UTF-8 sequences were read as U"):
+            Tokenizer.train([path], 256, errors="replace")
+    with pytest.raises(UserError, match='string in the field "body"'):
+        Tokenizer.train([path], 300, text_field="body", errors="replace")
 
 
 def test_a_folder_mixes_kinds_and_progress_reaches_the_end(tmp_path):

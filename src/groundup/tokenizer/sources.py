@@ -4,20 +4,28 @@ A plain text file is left to the core, which maps it into memory. What must be u
 a stream of blocks, so the memory used does not depend on its size.
 """
 
+import codecs
 import gzip
+import io
 import json
 import lzma
 import os
-from collections.abc import Callable, Iterable, Iterator
-from importlib import import_module
+import re
+import zlib
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 from groundup.errors import UserError
+from groundup.tokenizer.optional import optional_package
 
 BLOCK = 1 << 20
 
 _PACKED = {".gz", ".xz", ".zst", ".zstd"}
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_MEND = "mend the file, or replace such places with errors=replace"
 
 
 def text_files(inputs: Iterable[str | os.PathLike]) -> list[Path]:
@@ -44,52 +52,121 @@ def text_files(inputs: Iterable[str | os.PathLike]) -> list[Path]:
 
 def is_plain(path: Path) -> bool:
     """Whether the file is text as it stands."""
-    return path.suffix not in _PACKED and _inner_suffix(path) != ".jsonl"
+    return path.suffix not in _PACKED and not is_json_lines(path)
 
 
-def _inner_suffix(path: Path) -> str:
-    return path.with_suffix("").suffix if path.suffix in _PACKED else path.suffix
+def is_json_lines(path: Path) -> bool:
+    """Whether the file, unpacked, holds a JSON object a line."""
+    name = path.with_suffix("") if path.suffix in _PACKED else path
+    return name.suffix in (".jsonl", ".ndjson")
 
 
-def blocks(path: Path, read_bytes: Callable[[int], None]) -> Iterator[tuple[bytes, bool]]:
+@contextmanager
+def unpacked(file: BinaryIO, path: Path) -> Generator[BinaryIO]:
+    """The open file's content, unpacked as its name says. UserError where that fails, inside the block too."""
+    try:
+        if path.suffix == ".gz":
+            yield gzip.open(file)  # noqa: SIM115  # pyrefly: ignore[invalid-yield] (a file in all but its class)
+        elif path.suffix == ".xz":
+            yield lzma.open(file)  # noqa: SIM115  # pyrefly: ignore[invalid-yield]
+        elif path.suffix in (".zst", ".zstd"):
+            zstandard = optional_package("zstandard", f"{path}: reading zstd")
+            yield io.BufferedReader(_ZstdFrames(file, zstandard), BLOCK)  # pyrefly: ignore[invalid-yield]
+        else:
+            yield file
+    except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{path}: cannot be unpacked ({error})") from error
+    except Exception as error:
+        if type(error).__name__ != "ZstdError":
+            raise
+        raise UserError(f"{path}: cannot be unpacked ({error})") from error
+
+
+class _ZstdFrames(io.RawIOBase):
+    """The content of one frame after another. zstandard's own reader does not notice when the last one is cut off."""
+
+    def __init__(self, file: BinaryIO, zstandard: Any) -> None:
+        self._file = file
+        self._new_frame = zstandard.ZstdDecompressor().decompressobj
+        self._frame: Any = None
+        self._packed = b""
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            packed = self._packed or self._file.read(1 << 16)
+            if not packed:
+                if self._frame is not None:
+                    raise EOFError("the file ends within a frame")
+                return 0
+            frame = self._frame or self._new_frame()
+            self._ready = memoryview(frame.decompress(packed))
+            self._packed = frame.unused_data if frame.eof else b""
+            self._frame = None if frame.eof else frame
+        size = min(len(buffer), len(self._ready))
+        buffer[:size] = self._ready[:size]
+        self._ready = self._ready[size:]
+        return size
+
+
+@dataclass
+class JsonLines:
+    """Reads the text of JSON lines: the string in the field `field` of each.
+
+    errors: "replace" puts U+FFFD in the place of invalid UTF-8 and of lone surrogates; `replaced` counts them.
+    """
+
+    path: Path
+    field: str = "text"
+    errors: str = "strict"
+    replaced: int = 0
+
+    def texts(self, stream: Iterable[bytes]) -> Iterator[str]:
+        """The text of each line that is not blank."""
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                yield self._text(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, number)
+
+    def _text(self, line: bytes, number: int) -> str:
+        where = f"{self.path}: line {number}"
+        try:
+            decoded = line.decode("utf-8", self.errors)
+        except UnicodeDecodeError as error:
+            raise UserError(f"{where} is not valid UTF-8 at its byte {error.start}; {_MEND}") from None
+        try:
+            text = json.loads(decoded)[self.field]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            text = None
+        if not isinstance(text, str):
+            raise UserError(f'{where} is not a JSON object with a string in the field "{self.field}"')
+        if self.errors == "replace":
+            self.replaced += decoded.count("\ufffd") - line.count(b"\xef\xbf\xbd")
+        if not _SURROGATE.search(text):
+            return text
+        if self.errors != "replace":
+            raise UserError(f"{where} holds a lone surrogate, which is no text; {_MEND}")
+        text, count = _SURROGATE.subn("\ufffd", text)
+        self.replaced += count
+        return text
+
+
+def blocks(
+    path: Path, read_bytes: Callable[[int], None], lines: JsonLines | None = None
+) -> Iterator[tuple[bytes | str, bool]]:
     """(block of text, does a document end here) of a packed file or one of JSON lines.
 
-    `read_bytes` is told how far the file on disk has been read.
+    `read_bytes` is told how far the file on disk has been read. `lines`: how JSON lines are read.
     """
-    with open(path, "rb") as file:
-        try:
-            with _unpacked(file, path) as stream:
-                if _inner_suffix(path) == ".jsonl":
-                    for number, line in enumerate(stream, 1):
-                        if line.strip():
-                            yield _text_of(line, path, number), True
-                        read_bytes(file.tell())
-                    return
-                while block := stream.read(BLOCK):
-                    read_bytes(file.tell())
-                    yield block, False
-                yield b"", True
-        except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
-            raise UserError(f"{path}: cannot be unpacked ({error})") from error
-
-
-def _unpacked(file: IO[bytes], path: Path) -> Any:
-    if path.suffix == ".gz":
-        return gzip.open(file)
-    if path.suffix == ".xz":
-        return lzma.open(file)
-    if path.suffix in (".zst", ".zstd"):
-        try:
-            zstandard = import_module("zstandard")  # optional, so unknown to the type checker
-        except ImportError as error:
-            raise UserError(f"{path}: reading zstd needs the package zstandard (pip install zstandard)") from error
-        return zstandard.ZstdDecompressor().stream_reader(file)
-    return file
-
-
-def _text_of(line: bytes, path: Path, number: int) -> bytes:
-    """The field "text" of a JSON line, as UTF-8."""
-    try:
-        return json.loads(line)["text"].encode()
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f'{path}: line {number} is not a JSON object with a text field "text"') from error
+    with open(path, "rb") as file, unpacked(file, path) as stream:
+        if is_json_lines(path):
+            for text in (lines or JsonLines(path)).texts(stream):
+                yield text, True
+                read_bytes(file.tell())
+            return
+        while block := stream.read(BLOCK):
+            read_bytes(file.tell())
+            yield block, False
+        yield b"", True

@@ -18,6 +18,7 @@ from groundup.files import directory_written_aside, write_atomic
 from groundup.tokenizer import formats
 from groundup.tokenizer.allowed import Names, allowed_names, split_at
 from groundup.tokenizer.decoding import decode_offsets, decode_stream
+from groundup.tokenizer.optional import optional_package
 from groundup.tokenizer.training import (
     Options,
     Progress,
@@ -99,8 +100,9 @@ class Tokenizer:
         memory: int = 0,
         prune: bool = False,
         progress: Progress | None = None,
+        text_field: str = "text",
     ) -> "Tokenizer":
-        """Train on text files and folders (also .jsonl with a field "text", and .gz, .xz, .zst of either).
+        """Train on text files and folders (also .jsonl, and .gz, .xz, .zst of either).
 
         The result does not depend on `threads` (0: all cores) or the order of the files. Text that yields fewer merges
         than asked gives a smaller vocabulary and a warning.
@@ -109,10 +111,10 @@ class Tokenizer:
         and warns. ties: which of equally frequent pairs goes first; "greatest" is the lexicographically greater pair
         of byte strings, "huggingface" reproduces the merges of tokenizers' trainer. memory: bound in bytes on what
         training allocates (0: none); when the distinct words do not fit, it is an error, or with `prune` the rarest
-        are dropped. progress: see `training.Progress`.
+        are dropped. progress: see `training.Progress`. text_field: the field of a JSON line that holds its text.
         """
         name = formats.pattern_name(pattern)
-        options = Options(special_tokens, name, threads, errors, ties, memory, prune, progress)
+        options = Options(special_tokens, name, threads, errors, ties, memory, prune, progress, text_field)
         wanted = merges_wanted(vocab_size, special_tokens)
         return cls._of_merges(find_merges(count_files(inputs, options), wanted, options), options)
 
@@ -181,8 +183,7 @@ class Tokenizer:
 
     def to_tiktoken(self, name: str = "groundup") -> "tiktoken.Encoding":
         """The same vocabulary as an object of tiktoken."""
-        import tiktoken
-
+        tiktoken = optional_package("tiktoken", "to_tiktoken")
         return tiktoken.Encoding(
             name,
             pat_str=formats.expression_of(self.pattern),
@@ -192,8 +193,7 @@ class Tokenizer:
 
     def to_hf(self) -> "tokenizers.Tokenizer":
         """The same vocabulary as an object of Hugging Face's tokenizers."""
-        import tokenizers
-
+        tokenizers = optional_package("tokenizers", "to_hf")
         return tokenizers.Tokenizer.from_str(json.dumps(formats.to_json(self._parts)))
 
     # What it is

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from groundup import _core
 from groundup.errors import UserError
-from groundup.tokenizer.sources import blocks, is_plain, text_files
+from groundup.tokenizer.sources import JsonLines, blocks, is_plain, text_files
 
 Progress = Callable[[str, int, int], None]
 """Called about ten times a second with (phase, done, total): bytes while "count", merges while "merge"."""
@@ -71,6 +71,7 @@ class Options:
     memory: int = 0
     prune: bool = False
     progress: Progress | None = None
+    text_field: str = "text"
 
     def __post_init__(self) -> None:
         if self.errors not in ("strict", "replace"):
@@ -107,7 +108,11 @@ def count_files(inputs: Iterable[str | os.PathLike], options: Options) -> _core.
     for file in files:
         if file not in plain:
             tell = options.progress or (lambda *_: None)
-            _feed(counter, blocks(file, lambda at: tell("count", done + at, total)), str(file), options)  # noqa: B023
+            lines = JsonLines(file, options.text_field, options.errors)
+            parts = blocks(file, lambda at: tell("count", done + at, total), lines)  # noqa: B023
+            _feed(counter, parts, str(file), options)
+            if lines.replaced:
+                warnings.warn(f"{file}: {lines.replaced} invalid UTF-8 sequences were read as U+FFFD", stacklevel=3)
             done += file.stat().st_size
     return counter
 
