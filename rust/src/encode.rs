@@ -398,9 +398,10 @@ impl Model {
     }
 
     /// The bytes of ids. The error is the first id that the vocabulary does not have.
-    pub fn decode(&self, ids: &[u32]) -> Result<Vec<u8>, u32> {
+    pub fn decode<T: Copy + Into<u32>>(&self, ids: &[T]) -> Result<Vec<u8>, u32> {
         let mut length = 0;
         for &id in ids {
+            let id = id.into();
             if id as usize >= self.size() || self.holes[id as usize] {
                 return Err(id);
             }
@@ -410,6 +411,7 @@ impl Model {
         let mut out = vec![0; length + 16];
         let mut at = 0;
         for &id in ids {
+            let id = id.into();
             let (start, span) = (self.starts[id as usize], self.span(id));
             match (self.bytes.get(start..start + 16), out.get_mut(at..at + 16)) {
                 (Some(from), Some(to)) if span <= 16 => to.copy_from_slice(from),
@@ -577,7 +579,7 @@ mod tests {
 
     #[test]
     fn unknown_ids_and_missing_bytes_are_errors() {
-        assert_eq!(model().0.decode(&[97, 9999]), Err(9999));
+        assert_eq!(model().0.decode(&[97u32, 9999]), Err(9999));
         assert!(Model::new(&[Some(b"a".to_vec())], &[], vec![], &[], false).is_err_and(|error| error.contains("0x00")));
     }
 }

@@ -6,6 +6,7 @@ use std::sync::mpsc::{channel, RecvTimeoutError};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyMemoryError, PyOSError, PyTypeError, PyUnicodeDecodeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes, PyList, PyString};
@@ -253,6 +254,18 @@ impl Encoder {
         Ok(ids.into_vec())
     }
 
+    fn bytes_of_ids<T: Copy + Into<u32> + Sync>(&self, py: Python<'_>, ids: &[T]) -> PyResult<Vec<u8>> {
+        py.detach(|| self.model.decode(ids)).map_err(|id| PyValueError::new_err(id.to_string()))
+    }
+
+    fn bytes_of_array(&self, py: Python<'_>, ids: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
+        // Copies, so that nobody can change the ids while they are decoded without the lock.
+        match PyBuffer::<u16>::get(ids) {
+            Ok(narrow) => self.bytes_of_ids(py, &narrow.to_vec(py)?),
+            Err(_) => self.bytes_of_ids(py, &PyBuffer::<u32>::get(ids)?.to_vec(py)?),
+        }
+    }
+
     fn encode_one<T: Width + Send>(&self, py: Python<'_>, text: &[u8], specials: bool) -> PyResult<Vec<T>> {
         py.detach(|| self.with_cache(|cache| self.encode_text(text, specials, cache))).map_err(PyValueError::new_err)
     }
@@ -336,16 +349,18 @@ impl Encoder {
 
     /// The bytes of a list of ids. ValueError names the first unknown one.
     fn decode<'py>(&self, py: Python<'py>, ids: Vec<u32>) -> PyResult<Bound<'py, PyBytes>> {
-        match py.detach(|| self.model.decode(&ids)) {
-            Ok(out) => Ok(PyBytes::new(py, &out)),
-            Err(id) => Err(PyValueError::new_err(id.to_string())),
-        }
+        Ok(PyBytes::new(py, &self.bytes_of_ids(py, &ids)?))
     }
 
-    /// The same for ids as native-endian unsigned integers of 4 bytes.
-    fn decode_buffer<'py>(&self, py: Python<'py>, ids: &[u8]) -> PyResult<Bound<'py, PyBytes>> {
-        let ids = ids.chunks_exact(4).map(|id| u32::from_ne_bytes([id[0], id[1], id[2], id[3]])).collect();
-        self.decode(py, ids)
+    /// The bytes of an array of u16 or u32.
+    fn decode_array<'py>(&self, py: Python<'py>, ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
+        Ok(PyBytes::new(py, &self.bytes_of_array(py, ids)?))
+    }
+
+    /// The text of an array of u16 or u32, None if its bytes are not UTF-8.
+    fn decode_text<'py>(&self, py: Python<'py>, ids: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyString>>> {
+        let bytes = self.bytes_of_array(py, ids)?;
+        Ok(std::str::from_utf8(&bytes).ok().map(|text| PyString::new(py, text)))
     }
 
     /// A new stream over this encoder.

@@ -1,5 +1,6 @@
 """Decoding: batches, streams that never split a character, offsets."""
 
+import numpy as np
 import pytest
 import tiktoken
 from hypothesis import given, settings
@@ -79,3 +80,21 @@ def test_offsets_point_at_the_character_of_the_first_byte(ids):
     for number, offset in zip(ids, offsets, strict=True):
         assert offset == owner[start]
         start += len(gpt2().token_bytes(number))
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int32, np.int64, np.uint64])
+def test_numpy_ids_of_every_width(dtype):
+    ids = np.array(gpt2().encode(PROSE), dtype)
+    assert gpt2().decode(ids) == gpt2().decode(ids.tolist()) == PROSE
+    assert gpt2().decode_bytes(ids[::2]) == gpt2().decode_bytes(ids[::2].tolist())
+    assert gpt2().decode(ids[:0]) == ""
+    half = np.array([gpt2().encode("中")[0]], dtype)
+    assert gpt2().decode(half) == gpt2().decode(half.tolist())
+    for bad in (50257, 65535):
+        with pytest.raises(UserError, match=f"id {bad} is not in the vocabulary"):
+            gpt2().decode(np.array([5, bad], dtype))
+
+
+def test_negative_numpy_ids_are_an_error():
+    with pytest.raises(UserError, match="id -1 is not"):
+        gpt2().decode(np.array([5, -1]))

@@ -10,7 +10,7 @@ import os
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from groundup import _core
 from groundup.errors import UserError
@@ -319,15 +319,28 @@ class Tokenizer:
     def decode_bytes(self, ids: "Iterable[int] | np.ndarray") -> bytes:
         """The bytes of ids; from a NumPy array, without a Python number an id."""
         array = _unsigned(ids)
-        ids = ids if array is not None else list(ids)
-        try:
-            return self._core.decode(list(ids)) if array is None else self._core.decode_buffer(array.tobytes())
-        except (ValueError, OverflowError) as error:
-            raise self._unknown(next(i for i in ids if i not in self._parts.vocab)) from error
+        if array is None:
+            ids = list(ids)
+        with self._known(ids):
+            return self._core.decode(list(ids)) if array is None else self._core.decode_array(array)
 
     def decode(self, ids: "Iterable[int] | np.ndarray", errors: str = "replace") -> str:
         """The text of ids. They may end inside a character, or hold any bytes: `errors` as in `bytes.decode`."""
+        array = _unsigned(ids)
+        if array is not None:
+            with self._known(array):
+                text = self._core.decode_text(array)
+            if text is not None:
+                return text
         return self.decode_bytes(ids).decode("utf-8", errors)
+
+    @contextmanager
+    def _known(self, ids: "Iterable[int] | np.ndarray") -> Generator[None]:
+        """Names the id at fault when the core refuses one of `ids`."""
+        try:
+            yield
+        except (ValueError, OverflowError) as error:
+            raise self._unknown(next(i for i in ids if i not in self._parts.vocab)) from error
 
     def decode_batch(self, batch: Iterable[Iterable[int]], errors: str = "replace") -> list[str]:
         """The text of each list of ids."""
@@ -348,13 +361,15 @@ class Tokenizer:
         return UserError(f"id {token_id} is not in the vocabulary: legal ids are 0 to {self.vocab_size - 1}")
 
 
-def _unsigned(ids: object) -> "np.ndarray | None":
-    """A NumPy array of ids as uint32; None for anything else, and where a number would not survive."""
+def _unsigned(ids: Any) -> "np.ndarray | None":
+    """A NumPy array of ids as uint16 or uint32; None for anything else, and where a number would not survive."""
     dtype = getattr(ids, "dtype", None)
     if dtype is None or dtype.kind not in "iu" or not hasattr(ids, "astype"):
         return None
+    if dtype in ("uint16", "uint32"):
+        return ids
     array = ids.astype("uint32")
-    return array if dtype.itemsize < 4 or (array == ids).all() else None
+    return array if (array == ids).all() else None
 
 
 def _everything(allowed: Names, disallowed: Names) -> bool:
