@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("groundup.cli.train", "train a model on token files, or go on with a run"),
     "evaluate": ("groundup.cli.evaluate", "loss, perplexity and bits per byte of a run"),
     "generate": ("groundup.cli.generate", "let a run's model continue a prompt"),
+    "chat": ("groundup.cli.chat", "talk with a run's model in the terminal"),
     "export": ("groundup.cli.export", "write a run in Hugging Face's format"),
     "import": ("groundup.cli.import_", "make a run from a model in Hugging Face's format"),
     "plot": ("groundup.cli.plot", "draw the loss curves of one or more runs"),

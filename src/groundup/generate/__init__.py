@@ -4,6 +4,7 @@ sampling.py  temperature, top-k, top-p, min-p and the draw: pure functions on lo
 cache.py     the KV cache
 engine.py    prefill, decode, the sliding window
 batch.py     many prompts at once
+chat.py      a conversation, turn by turn
 text.py      ids to text as they arrive; prompt to continuation
 """
 
