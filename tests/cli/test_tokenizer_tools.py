@@ -128,3 +128,13 @@ def test_refused_in_one_line(here, monkeypatch, capsys, line, data, message):
     monkeypatch.chdir(here)
     feed(monkeypatch, data)
     assert message in refused(capsys, *line.split())
+
+
+def test_json_lines_from_training_to_token_files(run, here: Path):
+    lines = [json.dumps({"body": f"the cat {n} and the hat"}) for n in range(40)]
+    (here / "in.jsonl").write_text("\n".join(lines))
+    run("tokenizer train in.jsonl --text-field body --vocab-size 270 --out j")
+    run("tokenize in.jsonl --text-field body --tokenizer j --out tokens")
+    ids = [np.load(here / "tokens" / f"{name}.npy") for name in ("train", "valid")]
+    texts = "".join(Tokenizer.load(here / "j").decode(part) for part in ids).split("<|endoftext|>")
+    assert sorted(texts) == sorted(["", *(json.loads(line)["body"] for line in lines)])

@@ -15,7 +15,7 @@ class Args:
     """Turn text into token files: train.npy, valid.npy, where their documents start, and meta.json."""
 
     train: Annotated[Path, Positional, arg(metavar="TRAIN")]
-    """Text to train on: a file or a folder."""
+    """Text to train on: a file or a folder. Also .jsonl; .gz, .xz, .zst of either."""
     valid: Annotated[Path | None, Positional, arg(metavar="[VALID]", help_behavior_hint="")] = None
     """Text to validate on; left out, a part of TRAIN is set aside."""
     tokenizer: Annotated[Path, arg(metavar="DIR")]
@@ -28,6 +28,8 @@ class Args:
     """Threads; 0: one a core."""
     errors: Literal["strict", "replace"] = "strict"
     """Invalid UTF-8. strict: stop and name the byte; replace: put U+FFFD in its place and count."""
+    text_field: str = "text"
+    """Field of a .jsonl line that holds its text."""
 
 
 def main(argv: list[str], prog: str) -> int:
@@ -43,6 +45,7 @@ def main(argv: list[str], prog: str) -> int:
         valid_fraction=args.valid_fraction,
         threads=args.threads,
         errors=args.errors,
+        text_field=args.text_field,
     )
     if meta["replaced"]:
         note(f"{meta['replaced']:,} invalid UTF-8 sequences replaced by U+FFFD")

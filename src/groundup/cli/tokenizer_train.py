@@ -20,7 +20,7 @@ class Args:
     """Learn a byte-level BPE vocabulary from text files or folders of them."""
 
     inputs: Annotated[tuple[Path, ...], Positional, arg(metavar="FILES...", help_behavior_hint="")]
-    """Text files (UTF-8; .jsonl with a field "text"; .gz, .xz, .zst of either), or folders of them."""
+    """Text files (UTF-8; also .jsonl; .gz, .xz, .zst of either), or folders of them."""
     out: Annotated[Path, arg(metavar="DIR")]
     """Directory for tokenizer.json, vocab.json and merges.txt; one of this command's making is replaced."""
     vocab_size: int = 10_000
@@ -31,6 +31,8 @@ class Args:
     """Threads; 0: one a core."""
     errors: Literal["strict", "replace"] = "strict"
     """Invalid UTF-8. strict: stop and name the byte; replace: put U+FFFD in its place and count."""
+    text_field: str = "text"
+    """Field of a .jsonl line that holds its text."""
     pattern: str = "gpt2"
     """What cuts text into pre-tokens: gpt2, cl100k, llama3, or a regular expression (slower)."""
     ties: Literal["greatest", "huggingface"] = "greatest"
@@ -69,6 +71,7 @@ def main(argv: list[str], prog: str) -> int:
             special_tokens=args.special_token or ("<|endoftext|>",),
             threads=args.threads,
             errors=args.errors,
+            text_field=args.text_field,
             pattern=args.pattern,
             ties=args.ties,
             memory=memory,

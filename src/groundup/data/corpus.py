@@ -12,6 +12,9 @@ cl100k's and o200k's neither: they take newlines only after punctuation.) So the
 one after another, are the ids of the document. Only text with no such place, such as one enormous word, is held
 whole.
 
+Files ending in .gz, .xz and .zst are unpacked as they are read. In .jsonl files, packed or not, each line is an object
+whose text field holds a document.
+
 Cost: one pass; each character is decoded once, and searched once for the separator.
 """
 
@@ -25,6 +28,7 @@ from typing import BinaryIO, NamedTuple
 
 from groundup.errors import UserError
 from groundup.tokenizer import END_OF_TEXT as SEPARATOR
+from groundup.tokenizer.sources import JsonLines, is_json_lines, unpacked
 
 BLOCK_BYTES = 1 << 20
 PIECE_CHARS = 1 << 20
@@ -96,14 +100,17 @@ def _walk(folder: Path) -> Iterator[Path]:
                 yield path
 
 
-def documents(paths: str | os.PathLike | Iterable[str | os.PathLike], *, errors: str = "strict") -> Iterator[str]:
+def documents(
+    paths: str | os.PathLike | Iterable[str | os.PathLike], *, errors: str = "strict", text_field: str = "text"
+) -> Iterator[str]:
     """Every document of the files and folders `paths`, whole, without its separator.
 
     errors: "strict" raises UserError at the first byte that is not UTF-8; "replace" puts U+FFFD in its place.
+    text_field: the field of a JSON line that holds its text.
     """
     held: list[str] = []
     files = [file for source in find_sources(paths) for file in source.files]
-    for piece in read_pieces(files, errors=errors):
+    for piece in read_pieces(files, errors=errors, text_field=text_field):
         held.append(piece.text)
         if piece.ends:
             yield "".join(held)
@@ -117,6 +124,7 @@ def read_pieces(
     counts: ReadCounts | None = None,
     block_bytes: int = BLOCK_BYTES,
     piece_chars: int = PIECE_CHARS,
+    text_field: str = "text",
 ) -> Iterator[Piece]:
     """The documents of `files` in order, the long ones in several pieces (see the module's docstring).
 
@@ -127,10 +135,27 @@ def read_pieces(
     counts = ReadCounts() if counts is None else counts
     for path in files:
         try:
-            with open(path, "rb") as file:
-                yield from _cut(_decode(file, path, errors, counts, block_bytes), counts, piece_chars)
+            with open(path, "rb") as file, unpacked(file, path) as stream:
+                before = counts.bytes
+                if is_json_lines(path):
+                    texts = _records(stream, JsonLines(path, text_field, errors), counts)
+                else:
+                    texts = iter([_decode(stream, path, errors, counts, block_bytes)])
+                for document in texts:
+                    for piece in _cut(document, counts, piece_chars):
+                        counts.bytes = before + file.tell()
+                        yield piece
+                counts.bytes = before + file.tell()
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror}); check the file") from error
+
+
+def _records(stream: BinaryIO, lines: JsonLines, counts: ReadCounts) -> Iterator[Iterator[str]]:
+    """The text of each JSON line, as a text of its own."""
+    for text in lines.texts(stream):
+        counts.replaced += lines.replaced
+        lines.replaced = 0
+        yield iter([text])
 
 
 def _decode(file: BinaryIO, path: Path, errors: str, counts: ReadCounts, block_bytes: int) -> Iterator[str]:
@@ -149,7 +174,6 @@ def _decode(file: BinaryIO, path: Path, errors: str, counts: ReadCounts, block_b
             ) from None
         if errors == "replace":  # a U+FFFD that the file itself holds is no replacement
             counts.replaced += text.count("\ufffd") - data[:used].count(b"\xef\xbf\xbd")
-        counts.bytes += len(block)
         rest = data[used:]
         position += used
         if text:

@@ -38,6 +38,7 @@ from groundup.tokenizer.training import available_threads
 DEFAULT_VALID_FRACTION = 0.01
 _SPLIT_SEED = 0
 _FLAG_BLOCK = 4096
+_KNOWN_PATTERNS = frozenset({"gpt2", "cl100k", "llama3"})
 
 Paths = str | os.PathLike | Sequence[str | os.PathLike]
 Progress = Callable[[int, int], None]
@@ -100,12 +101,14 @@ def tokenize_corpus(
     threads: int = 0,
     errors: str = "strict",
     progress: Progress | None = None,
+    text_field: str = "text",
 ) -> dict:
     """Write the token directory `out` (replaced as a whole, at the end) and return its meta.json's content.
 
     train, valid: text files and folders. valid_fraction: where `valid` is not given, the part of the documents of
     `train` that becomes validation, at least one document (None: 1%). threads: 0 for all cores. errors: "strict"
-    refuses bytes that are not UTF-8, "replace" puts U+FFFD in their place and counts.
+    refuses bytes that are not UTF-8, "replace" puts U+FFFD in their place and counts. text_field: the field of a JSON
+    line that holds its text.
     """
     eot_id = _check_tokenizer(tokenizer)
     fraction = _check_fraction(valid, valid_fraction)
@@ -116,7 +119,7 @@ def tokenize_corpus(
         sources["valid"] = find_sources(valid)
         _refuse_shared_files(sources)
     counts = ReadCounts()
-    reader = _Reader(errors, counts, _piece_chars(tokenizer))
+    reader = _Reader(errors, counts, _piece_chars(tokenizer), text_field)
     how = "files"
     if fraction is None:
         pieces = ((name, piece) for name, group in sources.items() for piece in reader.pieces(_files(group)))
@@ -178,9 +181,10 @@ def _files(sources: Iterable[Source]) -> list[Path]:
 
 
 def _piece_chars(tokenizer: Tokenizer) -> int:
-    """Long documents stay whole where a special token holds white space: a cut could fall into it."""
+    """Long documents stay whole where a cut could change ids: where a special token holds white space, as it could fall
+    into that, and where the pattern is not one of those whose boundaries are known."""
     blank = any(char.isspace() for token in tokenizer.special_tokens for char in token)
-    return 1 << 62 if blank else PIECE_CHARS
+    return 1 << 62 if blank or tokenizer.pattern not in _KNOWN_PATTERNS else PIECE_CHARS
 
 
 @dataclass
@@ -188,14 +192,18 @@ class _Reader:
     errors: str
     counts: ReadCounts
     piece_chars: int
+    text_field: str
 
-    def pieces(self, files: list[Path]) -> Iterator[Piece]:
-        return read_pieces(files, errors=self.errors, counts=self.counts, piece_chars=self.piece_chars)
+    def pieces(self, files: list[Path], counts: ReadCounts | None = None) -> Iterator[Piece]:
+        counts = self.counts if counts is None else counts
+        return read_pieces(
+            files, errors=self.errors, counts=counts, piece_chars=self.piece_chars, text_field=self.text_field
+        )
 
     def count(self, files: list[Path]) -> tuple[int, int]:
         """(documents, characters) of the files, in a pass of its own."""
         documents = chars = 0
-        for piece in read_pieces(files, errors=self.errors, piece_chars=self.piece_chars):
+        for piece in self.pieces(files, ReadCounts()):
             documents += piece.ends
             chars += len(piece.text)
         return documents, chars
