@@ -109,6 +109,7 @@ DAMAGES = {
     "2-D": (save("train.npy", np.zeros((2, 3), np.uint16)), "train.npy: not a one-dimensional array of uint16"),
     "other dtype": (save("train.npy", np.zeros(6, np.int64)), "train.npy: not a one-dimensional array of uint16"),
     "docs other": (save("valid.docs.npy", np.arange(10, dtype=np.uint64) + 9**9), "offsets disagree"),
+    "docs late": (save("valid.docs.npy", np.arange(1, 11, dtype=np.uint64)), "offsets disagree"),
     "docs short": (save("valid.docs.npy", np.zeros(1, np.uint64)), "holds 1 items, but meta.json says 10"),
 }
 

@@ -1,6 +1,8 @@
 """Evaluation against a window-by-window computation in float64."""
 
 import math
+import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +11,11 @@ import torch
 from tiny_runs import tiny_config, write_tokens
 
 from groundup.data import TokenData
+from groundup.data.npy import NpyWriter, open_npy
 from groundup.errors import UserError
 from groundup.model import TransformerLM
 from groundup.train import evaluate, evaluate_run, train
+from groundup.train.evaluate import _batches
 
 torch.set_num_threads(1)
 
@@ -63,6 +67,22 @@ def test_a_part_is_spread_over_the_file_and_always_the_same(model: TransformerLM
     with pytest.raises(UserError, match="-1 batches"):
         evaluate(model, data, batches=-1)
     assert evaluate(model, data, batch_size=4, batches=99) == evaluate(model, data, batch_size=4)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_resident_memory_stays_flat_over_the_whole_file(tokens: Path, tmp_path: Path):
+    def resident() -> float:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
+
+    count = 20_000_000
+    with NpyWriter(tmp_path / "valid.npy", np.dtype(np.uint16)) as writer:
+        writer.count = count
+    os.truncate(tmp_path / "valid.npy", 128 + 2 * count)  # 40 MB without a block on the disk
+    model = TransformerLM(tiny_config(tokens, model={"context_length": 1024}).model)
+    batches = _batches(open_npy(tmp_path / "valid.npy", "uint16", count), model, 32, 0)
+    next(batches)
+    before = resident()
+    assert max(resident() - before for _ in batches) < 10
 
 
 def test_the_mode_of_the_model_comes_back(model: TransformerLM, tokens: Path):

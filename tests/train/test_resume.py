@@ -1,6 +1,7 @@
 """A resumed run is the unbroken run, bit for bit."""
 
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -21,7 +22,7 @@ from tiny_runs import Crash, Recorder, crash, read_metrics, resume_slowly, tiny_
 
 from groundup.config import RunConfig
 from groundup.errors import UserError
-from groundup.train import RunDirectory, changed_fields, train
+from groundup.train import Evaluation, RunDirectory, changed_fields, train
 from groundup.train.checkpoint import MODEL, OPTIMIZER, checkpoint_steps, newest_complete
 
 torch.set_num_threads(1)
@@ -138,6 +139,36 @@ def test_a_failing_evaluation_comes_after_the_save(tokens: Path, tmp_path: Path,
     assert checkpoint_steps(tmp_path / "broken" / "checkpoints") == [3, 6]
     train(tiny_config(tokens), tmp_path / "broken", resume=True)
     same_run(tmp_path / "whole", tmp_path / "broken")
+
+
+def test_a_validation_loss_that_is_not_finite_stops_the_run_after_the_save(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    nothing = Evaluation(loss=math.nan, perplexity=math.nan, bits_per_byte=math.nan, tokens=1)
+    monkeypatch.setattr("groundup.train.loop.evaluate", lambda *args, **kwargs: nothing)
+    with pytest.raises(UserError, match="step 6: the validation loss is nan"):
+        train(tiny_config(tokens), tmp_path / "run")
+    assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [3, 6]
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_rows_reach_the_disk_before_their_checkpoint(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """After a power failure no checkpoint may be newer than its rows, and none may have its name without its files."""
+    flushed: list[str] = []
+    real = os.fsync
+
+    def fsync(handle: int) -> None:
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        real(handle)
+
+    monkeypatch.setattr("os.fsync", fsync)
+    train(tiny_config(tokens, steps=1, eval_every=0), tmp_path / "run")
+    rows, *files, aside, directory = flushed[flushed.index("metrics.jsonl") :]
+    assert rows == "metrics.jsonl"
+    assert sorted(files) == [MODEL, OPTIMIZER, "state.json"]
+    assert aside.startswith(".step-00000001.")
+    assert directory == "checkpoints"
 
 
 def test_metrics_are_cut_back_to_the_checkpoint(crashed: Path, tokens: Path):

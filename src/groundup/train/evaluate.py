@@ -89,9 +89,11 @@ def _batches(
     """All batches of the file, or `batches` of them at equal distances."""
     context_length, vocab_size = model.config.context_length, model.config.vocab_size
     tokens_per_batch = batch_size * context_length
-    total = max(1, math.ceil((len(tokens) - 1) / tokens_per_batch))
-    count = min(batches, total) if batches else total
-    for i in range(count):
-        first = i * total // count * tokens_per_batch
+    total = math.ceil((len(tokens) - 1) / tokens_per_batch)
+    if not 0 < batches < total:
+        yield from validation_windows(tokens, context_length, batch_size, vocab_size)
+        return
+    for i in range(batches):
+        first = i * total // batches * tokens_per_batch
         part = tokens[first : first + tokens_per_batch + 1]
         yield from validation_windows(part, context_length, batch_size, vocab_size)
