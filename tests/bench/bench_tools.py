@@ -19,6 +19,7 @@ TINY = {
     "attention": {"d": "4", "context": "8", "implementation": "eager", "warmup": 1, "steps": 2},
     "norm": {"hidden": "8", "rows": "4", "implementation": "eager,layer_norm,rms_norm", "warmup": 1, "steps": 2},
     "optimizer": {"size": "tiny", "warmup": 1, "steps": 2},
+    "generate": {"size": "tiny", "prompt": "8", "batch": "1,3", "precision": "fp32", "prefills": 2, "steps": 3},
     "mixed-precision": {},
 }
 

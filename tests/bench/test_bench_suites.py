@@ -13,9 +13,12 @@ from bench_tools import TINY, tiny_cells, validate
 from groundup.account import predict_step
 from groundup.bench.benchmark import find, summaries
 from groundup.bench.cells import document
+from groundup.bench.suites import generate as generation
 from groundup.bench.suites import mixed_precision, norm, step
 from groundup.config import size
 from groundup.errors import UserError
+from groundup.generate import generate
+from groundup.model import TransformerLM
 
 
 @pytest.mark.parametrize("name", sorted(TINY))
@@ -131,6 +134,37 @@ def test_bandwidth_is_bytes_over_time():
     assert update["bandwidth.update"] == pytest.approx(28 * update["parameters.total"] / seconds / 1e9)
 
 
+def test_generation_rates_and_bound_are_what_the_shape_and_the_clock_say():
+    """Bytes counted on the model's own tensors: all weights but the unread rows of the embedding, and the keys seen."""
+    model, bandwidth = TransformerLM(size("tiny")), 4.8e12
+    held = 8 + 3 + 2  # prompt, warm-up, the middle one of three timed steps
+    for cell in tiny_cells("generate", hardware="h200"):
+        rows, metrics = cell["parameters"]["batch_size"], cell["metrics"]
+        weights = sum(p.nbytes for p in model.parameters()) - model.token_embeddings.weight.nbytes + rows * 32 * 4
+        cache = 2 * 2 * rows * 32 * held * 4  # keys and values, two layers, 32 numbers a token
+        assert metrics["memory.read_per_step"] == weights + cache
+        assert metrics["time.bound"] == pytest.approx((weights + cache) / bandwidth * 1e3)
+        assert metrics["bound_fraction"] == pytest.approx(metrics["time.bound"] / metrics["time.step"]["median"])
+        assert metrics["tokens_per_second"] == pytest.approx(rows / metrics["time.step"]["median"] * 1e3)
+        assert metrics["prefill_tokens_per_second"] == pytest.approx(rows * 8 / metrics["time.prefill"]["median"] * 1e3)
+        assert metrics["memory.kv_cache"] == 2 * 2 * rows * 32 * 64 * 4
+    cell = tiny_cells("generate", batch="1")[0]
+    assert cell["metrics"]["bound_fraction"] is None
+    assert "--hardware" in cell["notes"]["bound"]
+
+
+def test_generation_is_measured_on_the_text_that_the_engine_gives():
+    for batch in ("1", "3"):
+        options = generation.Options(device="cpu", **TINY["generate"] | {"batch": batch})
+        subject = generation.Subject(generation.cells(options)[0], torch.device("cpu"))
+        made = []
+        for move in (subject.prefill, subject.step, subject.step, subject.prefill, subject.step):
+            move(lambda name: None)
+            made.append(list(subject.tokens))
+        alone = [list(generate(subject.model, prompt, 3, temperature=0)) for prompt in subject.prompts]
+        assert made == [list(tokens) for tokens in [*zip(*alone, strict=True)][:3]] + made[:2]
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
@@ -140,6 +174,8 @@ def test_bandwidth_is_bytes_over_time():
         ("step", {"size": "smal"}, 'did you mean "small"'),
         ("step", {"steps": 0}, "--steps is 0"),
         ("attention", {"warmup": 0}, "--warmup is 0"),
+        ("generate", {"prompt": "62"}, "has a context of 64: give --prompt at most 58"),
+        ("generate", {"hardware": "h20"}, 'no GPU "h20"'),
         ("norm", {"implementation": "triton"}, '--implementation: no "triton"'),
     ],
 )

@@ -1,0 +1,228 @@
+"""Tokens a second of generation: the prefill of a prompt and the steps after it, beside the memory-bandwidth bound.
+
+Random weights and prompts, greedy, the engine that `groundup generate` runs: batch 1 through its single path
+(engine.py), more rows through the batch (batch.py). A step is everything between two tokens of a user: the model, the
+draw, the token on the host.
+
+A step cannot be faster than memory: it reads every weight that multiplies a token once, and the keys and values of
+every token held. The bound is these bytes (account/) over the bandwidth of the account's entry for the GPU;
+`bound_fraction` is bound / measured. It counts what must be read, not what this implementation reads. There is no bound
+for a device that the account does not know, CPUs among them, unless --hardware names one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from groundup.account import GPUS, gpu
+from groundup.account import parameters as parameter_counts
+from groundup.account.memory import kv_cache_bytes
+from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, at_least, numbers, words
+from groundup.bench.cells import Parameters
+from groundup.bench.check import hardware_of
+from groundup.bench.environment import environment
+from groundup.bench.harness import summary, time_steps
+from groundup.bench.sweep import resolve_device
+from groundup.config import ModelConfig, RunConfig, load_toml, size
+from groundup.errors import UserError
+from groundup.generate.batch import RowCache, prefill, step
+from groundup.generate.cache import KVCache
+from groundup.generate.engine import checked_tokens, inference, next_logits
+from groundup.model import TransformerLM
+
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16-weights": torch.bfloat16}
+SHAPE = (
+    "vocab_size",
+    "context_length",
+    "d_model",
+    "n_layers",
+    "n_heads",
+    "n_kv_heads",
+    "d_ff",
+    "rope_theta",
+    "norm_eps",
+    "tie_embeddings",
+)
+
+
+@dataclass(frozen=True)
+class Options(SweepOptions):
+    """Tokens a second of generation: the prefill of a prompt and the steps after it, beside the bandwidth bound.
+
+    Lists are separated by commas; every combination is one cell.
+    """
+
+    size: str = "gpt2-124m"
+    """Named sizes, e.g. tiny,stories-17m,gpt2-124m; a wrong name lists them all."""
+    config: str = ""
+    """TOML file of a run whose [model] is measured instead of the named sizes."""
+    prompt: str = "512"
+    """Tokens of a prompt; the rows of a batch have the same length."""
+    batch: str = "1,64"
+    """Prompts at once."""
+    precision: str = "bf16-weights"
+    """fp32, tf32, bf16-weights (the whole model cast to bfloat16, as one does for generation)."""
+    warmup: int = 3
+    """Untimed prefills, and untimed steps, before the timed ones."""
+    prefills: int = 5
+    """Timed prefills."""
+    steps: int = 50
+    """Timed steps."""
+    hardware: str = ""
+    """GPU of the account's table whose bandwidth is the bound; empty: the one measured on, its measured peak."""
+
+
+def cells(options: Options) -> list[Parameters]:
+    """Every combination; precision and size are the outer loops. Raises UserError for too short a context."""
+    for value, flag in ((options.warmup, "--warmup"), (options.prefills, "--prefills"), (options.steps, "--steps")):
+        at_least(value, flag, 1)
+    if options.hardware:
+        gpu(options.hardware)  # refuses an unknown name
+    device = resolve_device(options.device)
+    found: list[Parameters] = []
+    for precision in words(options.precision, "--precision", tuple(DTYPES)):
+        for name, shape in _shapes(options).items():
+            for batch in numbers(options.batch, "--batch"):
+                for prompt in numbers(options.prompt, "--prompt"):
+                    _check_room(name, shape, prompt + options.warmup + options.steps, options)
+                    found.append(
+                        {
+                            "size": name,
+                            **{field: getattr(shape, field) for field in SHAPE},
+                            "precision": precision,
+                            "batch_size": batch,
+                            "prompt_tokens": prompt,
+                            "warmup": options.warmup,
+                            "prefills": options.prefills,
+                            "steps": options.steps,
+                            "hardware": options.hardware,
+                            "seed": options.seed,
+                            "device": device,
+                        }
+                    )
+    return found
+
+
+def _shapes(options: Options) -> dict[str, ModelConfig]:
+    if options.config:
+        path = Path(options.config)
+        return {path.stem: load_toml(path, RunConfig).model.resolve()}
+    return {name: size(name).resolve() for name in (word.strip() for word in options.size.split(",")) if name}
+
+
+def _check_room(name: str, shape: ModelConfig, tokens: int, options: Options) -> None:
+    if tokens > shape.context_length:
+        most = shape.context_length - options.warmup - options.steps
+        advice = f"--prompt at most {most}" if most > 0 else "fewer --steps"
+        raise UserError(
+            f"prompt, warm-up and steps are {tokens} tokens, but {name} has a context of {shape.context_length}: "
+            f"give {advice}"
+        )
+
+
+class Subject:
+    """The model and its prompts; one place in which to generate."""
+
+    def __init__(self, parameters: Parameters, device: torch.device):
+        precision = str(parameters["precision"])
+        torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+        fields: dict[str, Any] = {name: parameters[name] for name in SHAPE}
+        with torch.device(device):
+            model = TransformerLM(ModelConfig(**fields).resolve())
+            model.init_weights(int(parameters["seed"]))
+            shape = int(parameters["batch_size"]), int(parameters["prompt_tokens"])
+            self.prompts: list[list[int]] = torch.randint(model.config.vocab_size, shape).tolist()
+        self.model = model.to(DTYPES[precision]).eval()
+        self.rows = len(self.prompts)
+        self.tokens = [0] * self.rows
+        dtype = DTYPES[precision]
+        self.alone = KVCache(model.config, dtype=dtype, device=device) if self.rows == 1 else None
+        self.many = RowCache(model.config, self.rows, dtype, device) if self.rows > 1 else None
+
+    def prefill(self, mark: Callable[[str], None]) -> None:
+        """The prompts through the model, and their first tokens."""
+        with inference(self.model):
+            if self.many is not None:
+                self._draw(prefill(self.model, self.many, range(self.rows), self.prompts))
+            elif self.alone is not None:
+                self.alone.reset()
+                self._draw(next_logits(self.model, self.prompts[0], self.alone)[None])
+        mark("prefill")
+
+    def step(self, mark: Callable[[str], None]) -> None:
+        """One more token for every row."""
+        with inference(self.model):
+            if self.many is not None:
+                self._draw(step(self.model, self.many, self.tokens))
+            elif self.alone is not None:
+                self._draw(next_logits(self.model, self.tokens, self.alone)[None])
+        mark("step")
+
+    def _draw(self, logits: torch.Tensor) -> None:
+        self.tokens = checked_tokens(logits.argmax(-1), logits)
+
+
+def run(parameters: Parameters) -> Measurement:
+    """Time of a prefill and of a step, tokens a second of both, and the step's share of the bound."""
+    device = torch.device(str(parameters["device"]))
+    subject = Subject(parameters, device)
+    warmup, steps = int(parameters["warmup"]), int(parameters["steps"])
+    first = time_steps(subject.prefill, warmup, int(parameters["prefills"]), device)
+    then = time_steps(subject.step, warmup, steps, device)
+    metrics: dict[str, Any] = {
+        "time.prefill": summary(first.phases["prefill"]),
+        "time.step": summary(then.phases["step"]),
+        "memory.read_per_step": step_bytes(subject.model.config, parameters, warmup),
+        "memory.kv_cache": kv_cache_bytes(
+            subject.model.config, subject.rows, subject.model.config.context_length, _itemsize(parameters)
+        ),
+    }
+    tokens = subject.rows * int(parameters["prompt_tokens"])
+    metrics["prefill_tokens_per_second"] = tokens / metrics["time.prefill"]["median"] * 1e3
+    metrics["tokens_per_second"] = subject.rows / metrics["time.step"]["median"] * 1e3
+    metrics["tokens_per_second_per_row"] = 1e3 / metrics["time.step"]["median"]
+    name = str(parameters["hardware"]) or hardware_of({"environment": environment(device)})
+    bound = metrics["memory.read_per_step"] / GPUS[name].bandwidth_gb_s / 1e6 if name else None
+    metrics["time.bound"] = bound
+    metrics["bound_fraction"] = None if bound is None else bound / metrics["time.step"]["median"]
+    notes = {} if name else {"bound": "the account has no bandwidth for this device; --hardware names one"}
+    stamp = {"dtype": str(DTYPES[str(parameters["precision"])]).removeprefix("torch."), "grad_mode": "inference"}
+    stamp |= {"step": "steady", "method": then.method, "clocks": then.clocks, "bound_of": name or "none"}
+    return Measurement(metrics, stamp, notes)
+
+
+def _itemsize(parameters: Parameters) -> int:
+    return DTYPES[str(parameters["precision"])].itemsize
+
+
+def step_bytes(config: ModelConfig, cell: Parameters, warmup: int) -> int:
+    """Bytes that a timed step must read, mean over the timed steps: every matrix and gain once, each row's embedding,
+    and keys and values of the tokens held, the new one included."""
+    table, itemsize = parameter_counts(config), _itemsize(cell)
+    rows = int(cell["batch_size"])
+    weights = table["matrix"] + table["norms"] + rows * config.d_model
+    held = int(cell["prompt_tokens"]) + warmup + (int(cell["steps"]) + 1) / 2
+    return weights * itemsize + round(kv_cache_bytes(config, rows, 1, itemsize) * held)
+
+
+BENCHMARK = Benchmark(
+    module=__name__,
+    options=Options,
+    cells=cells,
+    run=run,
+    group=lambda cell: (cell["size"], cell["precision"]),
+    columns=(
+        Column("prefill, ms", "time.prefill", "ms"),
+        Column("prefill tokens/s", "prefill_tokens_per_second"),
+        Column("step, ms", "time.step", "ms"),
+        Column("tokens/s", "tokens_per_second"),
+        Column("bound, ms", "time.bound", "ms"),
+        Column("of the bound", "bound_fraction"),
+    ),
+    hidden=(*SHAPE, "hardware"),
+    plot_x="batch_size",
+    plot_y="tokens_per_second",
+)
