@@ -183,8 +183,3 @@ def test_resident_memory_stays_flat(tmp_path):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_resident_memory_stays_flat_over_a_file_of_4_gb(tmp_path):
     assert growth(tmp_path / "a.npy", 2_000_000_000, 5_000) < 10
-
-
-def test_the_room_needs_no_torch():
-    code = "import sys, groundup.data; assert not {'torch', 'jaxtyping'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -64,6 +64,7 @@ def test_top_p_keeps_the_crossing_token_and_never_nothing(p, expected):
 
 def test_top_p_ties_take_the_lower_ids():
     assert kept(keep_top_p(torch.zeros(10), 0.25)) == [0, 1, 2]
+    assert kept(keep_top_p(torch.zeros(4), 0.5)) == [0, 1]  # reached exactly is reached
     many = torch.zeros(3, 5000)
     outside = torch.isinf(keep_top_p(many, 0.4999))
     assert (outside.sum(-1) == 2500).all()
