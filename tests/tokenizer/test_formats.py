@@ -147,7 +147,7 @@ GOOD = {
     ("change", "message"),
     [
         (lambda c: c.pop("model"), "not a tokenizer.json"),
-        (lambda c: c.update(normalizer={"type": "NFC"}), "normalizer NFC"),
+        (lambda c: c.update(normalizer={"type": "NFKC"}), "normalizer NFKC"),
         (lambda c: c.update(pre_tokenizer=None), "only ByteLevel"),
         (lambda c: c["pre_tokenizer"].update(add_prefix_space=True), "prefix space"),
         (lambda c: c["model"].update(type="WordPiece"), "WordPiece, not BPE"),

@@ -6,6 +6,7 @@
     formats.py     Hugging Face's tokenizer.json, vocab.json + merges.txt, tiktoken's ranks
     byte_level.py  bytes as printable characters, as those files write them
     allowed.py     which special tokens a text may hold
+    normal.py      Unicode's normal form C, where a loaded tokenizer asks for it
     decoding.py    ids → text while they arrive
     reference.py   the trainer and the encoder in plain Python, for readers and tests
     ladder/        the plain trainer made faster step by step, for readers

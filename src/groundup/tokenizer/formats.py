@@ -4,8 +4,8 @@ Both are read and written so that `tokenizers.Tokenizer.from_file` gives the sam
 printable characters (byte_level.py), in which a space is "Ġ": so no token breaks a line of `merges.txt`, two words
 and a space. In `tokenizer.json` each merge is a pair of strings.
 
-The pair of files has no place for a pattern other than GPT-2's; it stands in the first line of `merges.txt`, after
-`#version: 0.2`, where other readers skip it.
+The pair of files has no place for a pattern other than GPT-2's and the like; they stand in the first line of
+`merges.txt`, after `#version: 0.2`, where other readers skip them.
 """
 
 import base64
@@ -44,7 +44,7 @@ class Parts:
     """What makes a tokenizer: tokens by id, merges by rank, special tokens by name, the pattern.
 
     whole_pieces: a pre-token that is a token is not merged. tied_ranks: several merges in a row that make one token
-    have one rank (tiktoken ranks tokens, not merges).
+    have one rank (tiktoken ranks tokens, not merges). normalizer: "NFC", or "" for none (normal.py).
     """
 
     vocab: dict[int, bytes]
@@ -53,6 +53,7 @@ class Parts:
     pattern: str = "gpt2"
     whole_pieces: bool = False
     tied_ranks: bool = False
+    normalizer: str = ""
 
 
 def pattern_name(pattern: str) -> str:
@@ -173,7 +174,7 @@ def to_json(parts: Parts) -> dict[str, Any]:
         "truncation": None,
         "padding": None,
         "added_tokens": [{"id": number, "content": name, **flags} for name, number in specials],
-        "normalizer": None,
+        "normalizer": {"type": parts.normalizer} if parts.normalizer else None,
         "pre_tokenizer": pre_tokenizer,
         "post_processor": None,
         "decoder": byte_level,
@@ -205,6 +206,10 @@ def write_files(parts: Parts, directory: Path) -> None:
         )
     more: dict[str, Any] = {} if parts.pattern == "gpt2" else {"pattern": parts.pattern}
     more |= {"ignore_merges": True} if parts.whole_pieces else {}
+    more |= {"normalizer": parts.normalizer} if parts.normalizer else {}
+    vocab, specials = content["model"]["vocab"], [name for name in parts.special_tokens if name not in alike]
+    if set(_not_made(vocab, content["model"]["merges"])) != set(specials):
+        more["special_tokens"] = specials
     header = "#version: 0.2" + (f" {json.dumps(more)}" if more else "")
     lines = [header, *(" ".join(merge) for merge in content["model"]["merges"])]
     (directory / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False, indent=1), "utf-8")
@@ -249,13 +254,13 @@ def _read_json(path: Path) -> Parts:
             if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
                 raise UserError(f"{path}: special token {token['content']!r} strips its neighbours: not supported")
         specials = {token["content"]: token["id"] for token in added}
-        if content.get("normalizer"):
-            raise UserError(
-                f"{path}: the normalizer {content['normalizer'].get('type')} is not supported: it must be null"
-            )
+        normalizer = (content.get("normalizer") or {}).get("type", "")
+        if normalizer not in ("", "NFC"):
+            raise UserError(f"{path}: the normalizer {normalizer} is not supported: it must be null or NFC")
         pattern = _pattern_of(content.get("pre_tokenizer"), path)
         parts = _parts(model["vocab"], merges, specials, pattern, path)
         parts.whole_pieces = bool(model.get("ignore_merges", False))
+        parts.normalizer = normalizer
         return parts
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: not a tokenizer.json ({error!r})") from error
@@ -293,15 +298,24 @@ def _read_pair(vocab_path: Path, merges_path: Path) -> Parts:
         if line.count(" ") != 1:
             raise UserError(f"{merges_path}: line {number} is {line!r}: a merge is two tokens and one space")
     merges = [tuple(line.split(" ")) for _, line in body]
-    made = {left + right for left, right in merges}
-    specials = {token: i for token, i in vocab.items() if token not in made and token not in BYTE_OF}
     try:
         more = json.loads(header[header.index("{") :]) if "{" in header else {}
     except ValueError as error:
         raise UserError(f"{merges_path}: the first line holds no JSON after its version ({error})") from error
+    try:
+        specials = {name: vocab[name] for name in more.get("special_tokens", _not_made(vocab, merges))}
+    except KeyError as error:
+        raise UserError(f"{merges_path}: the special token {error} is not in {vocab_path.name}") from error
     parts = _parts(vocab, merges, specials, pattern_name(more.get("pattern", "gpt2")), vocab_path)
     parts.whole_pieces = bool(more.get("ignore_merges", False))
+    parts.normalizer = "NFC" if more.get("normalizer") else ""
     return parts
+
+
+def _not_made(vocab: dict[str, int], merges: list) -> list[str]:
+    """Tokens that are neither bytes nor made by a merge: the special tokens of most vocabularies."""
+    made = {"".join(merge) for merge in merges}
+    return [token for token in vocab if token not in made and token not in BYTE_OF]
 
 
 def _parts(vocab: dict[str, int], merges: list, specials: dict[str, int], pattern: str, path: Path) -> Parts:

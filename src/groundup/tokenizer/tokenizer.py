@@ -18,6 +18,7 @@ from groundup.files import directory_written_aside, write_atomic
 from groundup.tokenizer import formats
 from groundup.tokenizer.allowed import Names, allowed_names, split_at
 from groundup.tokenizer.decoding import decode_offsets, decode_stream
+from groundup.tokenizer.normal import nfc, nfc_chunks
 from groundup.tokenizer.optional import optional_package
 from groundup.tokenizer.training import (
     Options,
@@ -183,6 +184,8 @@ class Tokenizer:
 
     def to_tiktoken(self, name: str = "groundup") -> "tiktoken.Encoding":
         """The same vocabulary as an object of tiktoken."""
+        if self._parts.normalizer:
+            raise UserError(f"to_tiktoken: tiktoken cannot express the normalizer {self._parts.normalizer}")
         tiktoken = optional_package("tiktoken", "to_tiktoken")
         return tiktoken.Encoding(
             name,
@@ -235,6 +238,7 @@ class Tokenizer:
         for name, number in sorted(self._parts.special_tokens.items()):
             digest.update(b"%d %b\n" % (number, name.encode()))
         digest.update(self._parts.pattern.encode() + b" whole" * self._parts.whole_pieces)
+        digest.update(b" " * bool(self._parts.normalizer) + self._parts.normalizer.encode())
         return digest.hexdigest()
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -260,11 +264,14 @@ class Tokenizer:
         """
         with _clear_errors():
             if _everything(allowed_special, disallowed_special):
-                return self._core.encode(text, True)
+                return self._core.encode(self._normal(text), True)
             names = allowed_names(self._parts.special_tokens, allowed_special, disallowed_special, text)
             ids: list[int] = []
             for part, special in split_at(text, names):
-                ids += self._core.encode(part, False) if special is None else [self._parts.special_tokens[special]]
+                if special is None:
+                    ids += self._core.encode(nfc(part, ()) if self._parts.normalizer else part, False)
+                else:
+                    ids.append(self._parts.special_tokens[special])
             return ids
 
     def encode_ordinary(self, text: str | bytes) -> list[int]:
@@ -284,7 +291,7 @@ class Tokenizer:
         if not _everything(allowed_special, disallowed_special):
             return np.array(self.encode(text, allowed_special, disallowed_special), np.uint32 if wide else np.uint16)
         with _clear_errors():
-            buffer = self._core.encode_buffer(text, True, wide)
+            buffer = self._core.encode_buffer(self._normal(text), True, wide)
         return np.frombuffer(buffer, np.uint32 if wide else np.uint16)
 
     def encode_batch(
@@ -299,7 +306,7 @@ class Tokenizer:
         if not _everything(allowed_special, disallowed_special):
             return [self.encode(text, allowed_special, disallowed_special) for text in texts]
         with _clear_errors():
-            return self._core.encode_batch(list(texts), True, threads)
+            return self._core.encode_batch([self._normal(text) for text in texts], True, threads)
 
     def encode_iterable(self, chunks: Iterable[str | bytes]) -> Iterator[int]:
         """Ids of a text that arrives in chunks, lazily: the same ids wherever it is cut.
@@ -309,10 +316,18 @@ class Tokenizer:
         token).
         """
         stream = self._core.stream()
+        if self._parts.normalizer:
+            chunks = nfc_chunks(chunks, self._parts.special_tokens)
         with _clear_errors():
             for chunk in chunks:
                 yield from stream.feed(chunk)
             yield from stream.finish()
+
+    def _normal(self, text: str | bytes) -> str | bytes:
+        """The text as the normalizer of a loaded tokenizer wants it."""
+        if not self._parts.normalizer or not isinstance(text, (str, bytes)):
+            return text
+        return nfc(text, self._parts.special_tokens)
 
     # Decoding
 
