@@ -169,7 +169,8 @@ def test_the_cache_of_words_stops_growing(tmp_path):
     gpt2().save(tmp_path / "gpt2")
     command = [sys.executable, "-c", CACHE, str(tmp_path / "gpt2")]
     sizes = [int(size) for size in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
-    assert sizes[-1] - sizes[4] < 8_000, sizes  # KiB, while 5 MB of new words went through
+    # In KiB. 1.5 million new words go through after the second size, some 90 MB if all were kept.
+    assert max(sizes) - sizes[1] < 30_000, sizes
 
 
 def test_training_and_encoding_print_nothing(tmp_path, capfd):
