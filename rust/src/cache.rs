@@ -2,7 +2,7 @@
 
 use std::collections::BinaryHeap;
 
-use crate::words::{hash, prefetch};
+use crate::words::{hash, prefetch, want_large_pages};
 
 /// Ids that an entry for a short piece holds.
 pub const INLINE: usize = 4;
@@ -59,22 +59,23 @@ impl Default for Cache {
 }
 
 impl Cache {
-    /// First entry of the key's set.
+    /// First entry of the key's set. Valid until the next call of `grow`.
     #[inline]
-    fn home(&self, key: u128) -> usize {
+    pub fn home(&self, key: u128) -> usize {
         hash(key) as usize & (self.entries.len() - 2)
     }
 
-    /// Asks for the entries of a key that is looked up soon.
+    /// Asks for the entries of a key that is looked up soon; returns their place.
     #[inline]
-    pub fn prefetch(&self, key: u128) {
-        prefetch(&self.entries, self.home(key));
+    pub fn prefetch(&self, key: u128) -> usize {
+        let home = self.home(key);
+        prefetch(&self.entries, home);
+        home
     }
 
-    /// The ids of a short piece.
-    #[inline]
-    pub fn get(&mut self, key: u128) -> Known<'_> {
-        let home = self.home(key);
+    /// The ids of a short piece, whose set is at `home`.
+    #[inline(always)]
+    pub fn get(&mut self, key: u128, home: usize) -> Known<'_> {
         let set = &mut self.entries[home..home + 2];
         let (low, high) = (key as u64, (key >> 64) as u64);
         if set[0][0] != low || set[0][1] != high {
@@ -118,8 +119,13 @@ impl Cache {
         }
         self.place([key as u64, (key >> 64) as u64, head, tail]);
         self.used += 1;
+    }
+
+    /// Enlarges the table of short pieces when it is half full.
+    pub fn grow(&mut self) {
         if self.used * 2 > self.entries.len() && self.entries.len() < MOST_ENTRIES {
             let larger = vec![[0; 4]; self.entries.len() * 4];
+            want_large_pages(&larger);
             let old = std::mem::replace(&mut self.entries, larger);
             old.into_iter().filter(|entry| entry[1] != 0).for_each(|entry| self.place(entry));
         }
@@ -222,7 +228,8 @@ mod tests {
             let key = if piece.len() <= 15 { pack(piece, 0, piece.len()) } else { 0 };
             cache.work.ids = (0..1 + number % 7).map(|i| number * 7 + i).collect();
             cache.remember(piece, key);
-            let found = match if key == 0 { cache.get_wide(piece) } else { cache.get(key) } {
+            cache.grow();
+            let found = match if key == 0 { cache.get_wide(piece) } else { cache.get(key, cache.home(key)) } {
                 Known::Few(ids, count) => ids[..count].to_vec(),
                 Known::Many(ids) => ids.to_vec(),
                 Known::Nothing => panic!("{text} was forgotten at once"),

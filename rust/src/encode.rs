@@ -216,17 +216,18 @@ impl Model {
 
     /// The pieces of a batch. Their cache entries are fetched together, so that the waits for memory overlap.
     fn encode_batch<T: Width>(&self, text: &[u8], bounds: &[usize], cache: &mut Cache, out: &mut Ids<T>) {
-        let mut keys = [0; MOST];
-        for (key, piece) in keys.iter_mut().zip(bounds.windows(2)) {
+        cache.grow();
+        let (mut keys, mut homes) = ([0; MOST], [0; MOST]);
+        for ((key, home), piece) in keys.iter_mut().zip(&mut homes).zip(bounds.windows(2)) {
             if piece[1] - piece[0] <= PACKED {
                 *key = pack(text, piece[0], piece[1]);
-                cache.prefetch(*key);
+                *home = cache.prefetch(*key);
             }
         }
         out.reserve(bounds[bounds.len() - 1] - bounds[0]);
-        for (&key, piece) in keys.iter().zip(bounds.windows(2)) {
+        for ((&key, &home), piece) in keys.iter().zip(&homes).zip(bounds.windows(2)) {
             let piece = &text[piece[0]..piece[1]];
-            match if key == 0 { cache.get_wide(piece) } else { cache.get(key) } {
+            match if key == 0 { cache.get_wide(piece) } else { cache.get(key, home) } {
                 Known::Few(ids, count) => out.put(ids, count),
                 Known::Many(ids) => ids.iter().for_each(|&id| out.put([id; INLINE], 1)),
                 Known::Nothing => {
