@@ -38,7 +38,13 @@ def corpus(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[
     return ["quickstart", "--corpus", str(path / "train.txt"), "--vocab-size", "300", "--budget-seconds", "5"]
 
 
-def test_the_whole_quickstart(tiny, corpus: list[str], capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("by_uv", [False, True])
+def test_the_whole_quickstart(
+    tiny, corpus: list[str], by_uv: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("UV_RUN_RECURSION_DEPTH", raising=False)
+    if by_uv:  # this is how a program sees that `uv run` started it
+        monkeypatch.setenv("UV_RUN_RECURSION_DEPTH", "1")
     assert main(corpus) == 0
     text = capsys.readouterr().out
     out = Path("runs/quickstart")
@@ -49,8 +55,8 @@ def test_the_whole_quickstart(tiny, corpus: list[str], capsys: pytest.CaptureFix
     commands = [line.strip() for line in text.split("\nnext:\n")[1].splitlines()]
     assert len(commands) == 3
     for command in commands:
-        program, *words = shlex.split(command)
-        assert program == "groundup"
+        assert command.startswith("uv run groundup " if by_uv else "groundup ")
+        words = shlex.split(command.removeprefix("uv run "))[1:]
         assert main(words) == 0, command
     capsys.readouterr()
 
