@@ -75,7 +75,7 @@ class Tokenizer:
         if parts.vocab and min(parts.vocab) < 0:
             raise UserError(f"the vocabulary holds the negative id {min(parts.vocab)}")
         self._parts = parts
-        size = max(parts.vocab, default=-1) + 1
+        size = self._size = max(parts.vocab, default=-1) + 1
         if size > 2 * len(parts.vocab) + 65_536:
             raise UserError(f"the vocabulary has {len(parts.vocab)} tokens but ids up to {size - 1}: ids must be dense")
         tokens: list[bytes | None] = [parts.vocab.get(number) for number in range(size)]
@@ -204,7 +204,7 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """One more than the highest id."""
-        return max(self._parts.vocab) + 1
+        return self._size
 
     @property
     def vocab(self) -> dict[int, bytes]:
