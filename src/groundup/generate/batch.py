@@ -107,15 +107,10 @@ def step(model: TransformerLM, cache: RowCache, tokens: Sequence[int]) -> Float[
     The model's own forward, with a rotation (batch, 1, 1, d_head / 2) and a mask (batch, 1, 1, keys) of each row's own.
     """
     places, keys = cache.begin_step()
-    cos, sin = model.rope(places)
-    rotation = cos[:, None, None], sin[:, None, None]
+    rotation = model.rotation(places[:, None, None])
     mask = (torch.arange(keys, device=places.device) <= places[:, None])[:, None, None]
     x = model.token_embeddings(torch.tensor(tokens, device=places.device)[:, None])
-    for index, block in enumerate(model.layers):
-        x = block(x, mask, rotation, cache, index)
-    x = model.ln_final(x)
-    logits = x @ model.token_embeddings.weight.T if model.lm_head is None else model.lm_head(x)
-    return logits[:, 0]
+    return model.head(model.ln_final(model.blocks(x, mask, rotation, cache)))[:, 0]
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Causal multi-head self-attention (Vaswani et al. 2017) with grouped key and value heads (Ainslie et al. 2023).
 
-The plain path: it holds the whole (queries × keys) score matrix, O(seq²) memory a head.
+The plain path holds the whole (queries × keys) score matrix, O(seq²) memory a head. Where ModelConfig.attention says so
+the scores are kernels.attention's business, and no mask exists.
 """
 
 from math import sqrt
@@ -10,8 +11,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from groundup.model.layers import Linear, at_least_float32
-from groundup.model.rope import Rotation, rotate
+from groundup import kernels as fused
+from groundup.config import ModelConfig
+from groundup.model.layers import Linear, RMSNorm, at_least_float32, soft_cap
+from groundup.model.rope import Rotation, rotate_both
 
 
 class Cache(Protocol):
@@ -42,10 +45,13 @@ def scaled_dot_product_attention(
     k: Float[Tensor, "... keys d_k"],
     v: Float[Tensor, "... keys d_v"],
     mask: Bool[Tensor, "... queries keys"] | None = None,
+    softcap: float = 0.0,
 ) -> Float[Tensor, "... queries d_v"]:
-    """softmax(q kᵀ / sqrt(d_k)) v; where `mask` is False a query does not see a key."""
+    """softmax(q kᵀ / sqrt(d_k)) v; where `mask` is False a query does not see a key. `softcap`: of the scores."""
     # Scaling q instead of the scores spares a pass over the larger matrix.
     scores = (q / sqrt(q.shape[-1])) @ k.transpose(-2, -1)
+    if softcap:
+        scores = soft_cap(scores, softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     return softmax(scores) @ v
@@ -56,39 +62,75 @@ def causal_mask(queries: int, keys: int, device: torch.device | None = None) -> 
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
-class MultiHeadSelfAttention(nn.Module):
-    """Each of n_heads query heads attends over the keys of its group; the heads' outputs are mixed by output_proj."""
+def plain_attention(attention: str, x: Tensor) -> bool:
+    """Whether ModelConfig.attention means the plain path for `x`; kernels know no float64."""
+    return attention == "reference" or (attention == "auto" and (not x.is_cuda or x.dtype == torch.float64))
 
-    def __init__(self, d_model: int, n_heads: int, n_kv_heads: int = 0):
+
+class MultiHeadSelfAttention(nn.Module):
+    """Each of n_heads query heads attends over the keys of its group; the heads' outputs are mixed by output_proj.
+
+    `variant`: what ModelConfig says of soft cap, QK-norm (Henry et al. 2020; with gains, as Qwen3) and kernels; None:
+    its defaults with the plain path.
+    """
+
+    def __init__(self, d_model: int, n_heads: int, n_kv_heads: int = 0, variant: ModelConfig | None = None):
         super().__init__()
+        self.variant = variant = variant or ModelConfig(attention="reference", kernels="reference")
         self.n_heads, self.n_kv_heads = n_heads, n_kv_heads or n_heads
         self.d_head = d_model // n_heads
         self.q_proj = Linear(d_model, n_heads * self.d_head)
         self.k_proj = Linear(d_model, self.n_kv_heads * self.d_head)
         self.v_proj = Linear(d_model, self.n_kv_heads * self.d_head)
         self.output_proj = Linear(n_heads * self.d_head, d_model)
+        if variant.qk_norm:
+            self.q_norm = RMSNorm(self.d_head, variant.norm_eps, variant.kernels)
+            self.k_norm = RMSNorm(self.d_head, variant.norm_eps, variant.kernels)
 
     def forward(
         self,
         x: Float[Tensor, "batch seq d_model"],
-        mask: Bool[Tensor, "seq keys"],
+        mask: Bool[Tensor, "... seq keys"] | None = None,
         rotation: Rotation | None = None,
         cache: Cache | None = None,
         layer: int = 0,
     ) -> Float[Tensor, "batch seq d_model"]:
-        q, k, v = self._project(x)
+        """`mask` None: causal, and the kernels of ModelConfig.attention do it; a mask means the plain path."""
+        q, k, v = self._project(x, joined=mask is not None and cache is None)
+        if self.variant.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
+            q, k = rotate_both(q, k, rotation, self.variant.kernels)
         if cache is not None:
             k, v = cache.append(layer, k, v)
+        heads = self._kernel(q, k, v) if mask is None else self._plain(q, k, v, mask)
+        return self.output_proj(heads.transpose(1, 2).flatten(-2))
+
+    def _plain(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Float[Tensor, "batch n_heads seq d_head"]:
         if self.n_kv_heads < self.n_heads:
             group = self.n_heads // self.n_kv_heads
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        heads = scaled_dot_product_attention(q, k, v, mask)
-        return self.output_proj(heads.transpose(1, 2).flatten(-2))
+        return scaled_dot_product_attention(q, k, v, mask, self.variant.attention_softcap)
 
-    def _project(self, x: Float[Tensor, "batch seq d_model"]) -> list[Float[Tensor, "batch heads seq d_head"]]:
-        """q, k and v from one matrix product: one large product keeps a GPU busier than three small ones."""
-        weight = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor) -> Float[Tensor, "batch n_heads seq d_head"]:
+        variant = self.variant
+        return fused.attention(
+            *(q, k, v),
+            softcap=variant.attention_softcap,
+            backend=variant.attention,
+            deterministic=variant.attention_deterministic,
+        )
+
+    def _project(self, x: Float[Tensor, "batch seq d_model"], joined: bool = True) -> list[Tensor]:
+        """q, k and v, each (batch, heads, seq, d_head).
+
+        `joined`: from one matrix product, as the plain path always had it. Apart, the weights are not copied together
+        first (a step of generation would do that for every token), and what RoPE has turned can be freed: the three
+        would share one piece of memory, which v keeps alive.
+        """
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        if not joined:
+            return [proj(x).unflatten(-1, (-1, self.d_head)).transpose(-3, -2) for proj in projections]
+        weight = torch.cat([proj.weight for proj in projections])
         heads = (x @ weight.T).unflatten(-1, (-1, self.d_head)).transpose(-3, -2)
         return list(heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=-3))

@@ -1,15 +1,31 @@
-"""The layers without a notion of position: linear, embedding, RMSNorm, SwiGLU."""
+"""The layers without a notion of position: linear, embedding, RMSNorm, feed-forward.
 
+Each is written out in plain operations; where `kernels` says so (see `use_kernel`), one fused kernel does the same.
+"""
+
+from collections.abc import Callable
 from math import sqrt
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from groundup import kernels as fused
+
 
 def at_least_float32(x: Tensor) -> Tensor:
     """`x` in float32 when it is in half precision, else as it is (float64 stays, so that tests can be exact)."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def use_kernel(kernels: str, x: Tensor) -> bool:
+    """Whether a kernel takes the place of plain operations on `x` (ModelConfig.kernels); none knows float64."""
+    return (kernels == "triton" or (kernels == "auto" and x.is_cuda)) and x.dtype != torch.float64
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """cap · tanh(x / cap): close to x where |x| is small, never beyond ±cap (Gemma Team 2024, section 2)."""
+    return cap * torch.tanh(x / cap)
 
 
 def truncated_normal_(weight: Tensor, std: float, generator: torch.Generator | None = None) -> None:
@@ -57,12 +73,14 @@ class Embedding(nn.Module):
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight (Zhang & Sennrich 2019), computed in float32 at least. weight: (d_model,)."""
 
-    def __init__(self, d_model: int, eps: float = 1e-5):
+    def __init__(self, d_model: int, eps: float = 1e-5, kernels: str = "reference"):
         super().__init__()
-        self.eps = eps
+        self.eps, self.kernels = eps, kernels
         self.weight = nn.Parameter(torch.ones(d_model))
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
+        if use_kernel(self.kernels, x):
+            return fused.rms_norm(x, self.weight, self.eps, backend=self.kernels)
         wide = at_least_float32(x)
         inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (wide * inverse_rms * self.weight).to(x.dtype)
@@ -73,14 +91,42 @@ def silu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(x)
 
 
+def relu2(x: Tensor) -> Tensor:
+    """max(x, 0)² (So et al. 2021, Primer)."""
+    return torch.relu(x).square()
+
+
 class SwiGLU(nn.Module):
     """w2(silu(w1 x) ⊙ w3 x) (Shazeer 2020): w1 and w3 widen to d_ff, w2 brings back to d_model."""
 
-    def __init__(self, d_model: int, d_ff: int):
+    def __init__(self, d_model: int, d_ff: int, kernels: str = "reference"):
         super().__init__()
+        self.kernels = kernels
         self.w1 = Linear(d_model, d_ff)
         self.w2 = Linear(d_ff, d_model)
         self.w3 = Linear(d_model, d_ff)
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
+        if use_kernel(self.kernels, x):
+            return self.w2(fused.swiglu(self.w1(x), self.w3(x), backend=self.kernels))
         return self.w2(silu(self.w1(x)) * self.w3(x))
+
+
+class FeedForward(nn.Module):
+    """w2(activation(w1 x)): w1 widens to d_ff, w2 brings back to d_model; no gate."""
+
+    def __init__(self, d_model: int, d_ff: int, activation: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.activation = activation
+        self.w1 = Linear(d_model, d_ff)
+        self.w2 = Linear(d_ff, d_model)
+
+    def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
+        return self.w2(self.activation(self.w1(x)))
+
+
+def feed_forward(kind: str, d_model: int, d_ff: int, kernels: str = "reference") -> SwiGLU | FeedForward:
+    """The layer that ModelConfig.ffn names."""
+    if kind == "swiglu":
+        return SwiGLU(d_model, d_ff, kernels)
+    return FeedForward(d_model, d_ff, {"silu": silu, "relu2": relu2}[kind])

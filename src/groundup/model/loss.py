@@ -1,13 +1,12 @@
-"""Cross entropy of next-token prediction."""
+"""Output head and cross entropy of next-token prediction."""
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from groundup.model.layers import at_least_float32
-
-IGNORE = -100
-"""A target with this value counts neither in the loss nor in the number of valid tokens."""
+from groundup.kernels import linear_cross_entropy
+from groundup.kernels.linear_cross_entropy import IGNORE
+from groundup.model.layers import Linear, at_least_float32, soft_cap, use_kernel
 
 
 def cross_entropy(
@@ -25,3 +24,40 @@ def cross_entropy(
     chosen = wide.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     losses = (torch.logsumexp(wide, dim=-1) - chosen) * valid
     return losses.sum() / (valid.sum().clamp(min=1) if n_valid is None else n_valid)
+
+
+class Head(Linear):
+    """The output head: logits of the next token, or the loss when targets are given. weight: (vocab_size, d_model)."""
+
+    def __init__(self, d_model: int, vocab_size: int, softcap: float = 0.0, kernels: str = "reference"):
+        super().__init__(d_model, vocab_size)
+        self.softcap, self.kernels = softcap, kernels
+
+    def forward(
+        self,
+        x: Float[Tensor, "... d_model"],
+        targets: Int[Tensor, "..."] | None = None,
+        n_valid: Tensor | float | None = None,
+    ) -> Tensor:
+        return logits_or_loss(x, self.weight, targets, n_valid, self.softcap, self.kernels)
+
+
+def logits_or_loss(
+    x: Float[Tensor, "... d_model"],
+    weight: Float[Tensor, "vocab d_model"],
+    targets: Int[Tensor, "..."] | None,
+    n_valid: Tensor | float | None,
+    softcap: float,
+    kernels: str,
+) -> Tensor:
+    """x Wᵀ (soft-capped in float32 at least), or with targets its cross entropy.
+
+    Where ModelConfig.kernels says so, the loss comes from kernels.linear_cross_entropy, which never holds all logits.
+    """
+    if targets is not None and (kernels == "loss" or use_kernel(kernels, x)):
+        backend = "triton" if kernels == "triton" else "auto"
+        return linear_cross_entropy(x, weight, targets, n_valid, softcap=softcap, backend=backend)
+    logits = x @ weight.T
+    if softcap:
+        logits = soft_cap(at_least_float32(logits), softcap)
+    return logits if targets is None else cross_entropy(logits, targets, n_valid)

@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from groundup.model.layers import at_least_float32
+from groundup import kernels as fused
+from groundup.model.layers import at_least_float32, use_kernel
 
 Rotation = tuple[Tensor, Tensor]
 """cos and sin of the angles, each (..., seq, d_head / 2), float32."""
@@ -56,3 +57,15 @@ def rotate(x: Float[Tensor, "... seq d_head"], rotation: Rotation) -> Float[Tens
     even, odd = at_least_float32(x).unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
     return turned.flatten(-2).to(x.dtype)
+
+
+def rotate_both(
+    q: Float[Tensor, "batch n_heads seq d_head"],
+    k: Float[Tensor, "batch n_kv_heads seq d_head"],
+    rotation: Rotation,
+    kernels: str = "reference",
+) -> tuple[Tensor, Tensor]:
+    """`rotate` of queries and keys; by one kernel where the rows of a batch share their positions."""
+    if use_kernel(kernels, q) and rotation[0].ndim == 2:
+        return fused.rope(q, k, *rotation, backend=kernels)
+    return rotate(q, rotation), rotate(k, rotation)

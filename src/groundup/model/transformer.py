@@ -1,39 +1,52 @@
-"""The decoder-only Transformer: embed, n_layers pre-norm blocks, final norm, output head."""
+"""The decoder-only Transformer: embed, n_layers blocks, final norm, output head."""
 
 from math import sqrt
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from groundup.config import ModelConfig
 from groundup.errors import UserError
-from groundup.model.attention import Cache, MultiHeadSelfAttention, causal_mask
-from groundup.model.layers import Embedding, Linear, RMSNorm, SwiGLU
-from groundup.model.loss import cross_entropy
+from groundup.model.attention import Cache, MultiHeadSelfAttention, causal_mask, plain_attention
+from groundup.model.layers import Embedding, Linear, RMSNorm, feed_forward
+from groundup.model.loss import Head, logits_or_loss
 from groundup.model.rope import RotaryEmbedding, Rotation
 
 
 class TransformerBlock(nn.Module):
-    """x + attention(norm(x)), then x + feed-forward(norm(x)) (pre-norm: Xiong et al. 2020)."""
+    """x + attention(norm(x)), then x + feed-forward(norm(x)) (pre-norm: Xiong et al. 2020).
+
+    norm "post" normalises the sums instead (Vaswani et al. 2017), "none" nothing.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.ln1 = RMSNorm(config.d_model, config.norm_eps)
-        self.attn = MultiHeadSelfAttention(config.d_model, config.n_heads, config.n_kv_heads)
-        self.ln2 = RMSNorm(config.d_model, config.norm_eps)
-        self.ffn = SwiGLU(config.d_model, config.d_ff)
+        self.post = config.norm == "post"
+        self.ln1 = make_norm(config)
+        self.attn = MultiHeadSelfAttention(config.d_model, config.n_heads, config.n_kv_heads, config)
+        self.ln2 = make_norm(config)
+        self.ffn = feed_forward(config.ffn, config.d_model, config.d_ff, config.kernels)
 
     def forward(
         self,
         x: Float[Tensor, "batch seq d_model"],
-        mask: Bool[Tensor, "seq keys"],
+        mask: Bool[Tensor, "... seq keys"] | None = None,
         rotation: Rotation | None = None,
         cache: Cache | None = None,
         layer: int = 0,
     ) -> Float[Tensor, "batch seq d_model"]:
+        if self.post:
+            x = self.ln1(x + self.attn(x, mask, rotation, cache, layer))
+            return self.ln2(x + self.ffn(x))
         x = x + self.attn(self.ln1(x), mask, rotation, cache, layer)
         return x + self.ffn(self.ln2(x))
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    """The norm of a block, or nothing."""
+    return nn.Identity() if config.norm == "none" else RMSNorm(config.d_model, config.norm_eps, config.kernels)
 
 
 class TransformerLM(nn.Module):
@@ -44,10 +57,14 @@ class TransformerLM(nn.Module):
         self.config = config = config.resolve()
         self.token_embeddings = Embedding(config.vocab_size, config.d_model)
         self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layers))
-        self.ln_final = RMSNorm(config.d_model, config.norm_eps)
+        # A post-norm block ends in a norm of its own.
+        self.ln_final = make_norm(config) if config.norm == "pre" else nn.Identity()
         # Tied: one matrix embeds and unembeds, under one name.
-        self.lm_head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size)
-        self.rope = RotaryEmbedding(config.d_head, config.context_length, config.rope_theta)
+        shape = config.d_model, config.vocab_size
+        self.lm_head = None if config.tie_embeddings else Head(*shape, config.logit_softcap, config.kernels)
+        self.rope = None
+        if config.position == "rope":
+            self.rope = RotaryEmbedding(config.d_head, config.context_length, config.rope_theta)
         self.init_weights()
 
     def init_weights(self, seed: int = 0) -> None:
@@ -89,14 +106,49 @@ class TransformerLM(nn.Module):
                 f"a sequence of {end} tokens is longer than model.context_length {self.config.context_length}; "
                 "cut it, or train with a longer context"
             )
-        mask = causal_mask(ids.shape[-1], end, ids.device)
-        rotation = self.rope(slice(past, end))
         x = self.token_embeddings(ids)
-        for index, block in enumerate(self.layers):
-            x = block(x, mask, rotation, cache, index)
-        x = self.ln_final(x)
-        logits = x @ self.token_embeddings.weight.T if self.lm_head is None else self.lm_head(x)
-        return logits if targets is None else cross_entropy(logits, targets, n_valid)
+        mask = causal_mask(ids.shape[-1], end, ids.device) if plain_attention(self.config.attention, x) else None
+        x = self.blocks(x, mask, self.rotation(slice(past, end)), cache)
+        return self.head(self.ln_final(x), targets, n_valid)
+
+    def rotation(self, positions: Int[Tensor, "... seq"] | slice) -> Rotation | None:
+        """What turns the queries and keys at these positions; None without RoPE."""
+        return None if self.rope is None else self.rope(positions)
+
+    def blocks(
+        self,
+        x: Float[Tensor, "batch seq d_model"],
+        mask: Bool[Tensor, "... seq keys"] | None,
+        rotation: Rotation | None,
+        cache: Cache | None = None,
+    ) -> Float[Tensor, "batch seq d_model"]:
+        """All blocks; in training, pieces of checkpoint_activations blocks keep only what enters them."""
+        layers = list(self.layers)
+        every = self.config.checkpoint_activations if torch.is_grad_enabled() and cache is None else 0
+
+        def piece(x: Tensor, first: int, count: int) -> Tensor:
+            for index in range(first, min(first + count, len(layers))):
+                x = layers[index](x, mask, rotation, cache, index)
+            return x
+
+        if not every:
+            return piece(x, 0, len(layers))
+        for first in range(0, len(layers), every):
+            # The model draws no random numbers, so there is no random state to keep.
+            x = checkpoint(piece, x, first, every, use_reentrant=False, preserve_rng_state=False)
+        return x
+
+    def head(
+        self,
+        x: Float[Tensor, "batch seq d_model"],
+        targets: Int[Tensor, "batch seq"] | None = None,
+        n_valid: Tensor | float | None = None,
+    ) -> Tensor:
+        """Logits, or the loss, from the last block's output after ln_final."""
+        if self.lm_head is not None:
+            return self.lm_head(x, targets, n_valid)
+        config = self.config
+        return logits_or_loss(x, self.token_embeddings.weight, targets, n_valid, config.logit_softcap, config.kernels)
 
 
 def count_parameters(model: nn.Module) -> int:
