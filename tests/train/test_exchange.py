@@ -1,9 +1,10 @@
-"""Export and import: against transformers' own LlamaForCausalLM, and bit for bit there and back."""
+"""Export and import: against transformers' own Llama and Qwen3, and bit for bit there and back."""
 
 import json
 import shutil
-from dataclasses import dataclass, fields
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_runs import EOT, VOCAB, tiny_config, write_tokens
 
 from groundup.config import ModelConfig
+from groundup.config.model import HOW
 from groundup.errors import UserError
 from groundup.generate import generate
 from groundup.model import TransformerLM
@@ -27,6 +29,7 @@ SHAPES = {
     "mha-tied": {"n_kv_heads": 4, "tie_embeddings": True},
     "mqa-theta": {"n_kv_heads": 1, "rope_theta": 500.0, "norm_eps": 1e-3, "d_ff": 96},
     "padded": {"vocab_size": 264},
+    "qwen3": {"qk_norm": True, "attention": "sdpa", "kernels": "reference"},
 }
 
 
@@ -56,7 +59,8 @@ def exported(run: Path) -> Path:
 def test_transformers_gives_the_same_logits_and_ids(run: Path, exported: Path):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(exported)
-    assert type(theirs).__name__ == "LlamaForCausalLM"
+    qk_norm = load_run(run, device="cpu")[2].model.qk_norm
+    assert type(theirs).__name__ == ("Qwen3ForCausalLM" if qk_norm else "LlamaForCausalLM")
     assert theirs.dtype == torch.float32
     ours, tokenizer, config, _ = load_run(run, device="cpu")
     ids = torch.randint(VOCAB, (3, 32), generator=torch.Generator().manual_seed(0))
@@ -89,7 +93,7 @@ def test_there_and_back_is_bit_equal(run: Path, exported: Path, tokens: Path, tm
     after, same, saved, step = load_run(tmp_path / "back", device="cpu")
     assert step == 2
     assert saved == config
-    assert saved.model == trained.model
+    assert saved.model == replace(trained.model, **{name: getattr(saved.model, name) for name in HOW})
     assert same.fingerprint == tokenizer.fingerprint
     assert before.state_dict().keys() == after.state_dict().keys()
     for name, weight in before.state_dict().items():
@@ -118,7 +122,8 @@ def test_a_model_that_transformers_saved_is_read(tmp_path: Path, run: Path, expo
     import_run(tmp_path / "hf", tmp_path / "run", None, no_notes)
     ours, _, config, step = load_run(tmp_path / "run", device="cpu")
     assert step == 0
-    assert config.model == load_run(run, device="cpu")[2].model
+    trained = load_run(run, device="cpu")[2].model
+    assert config.model == replace(trained, **{name: getattr(config.model, name) for name in HOW})
     ids = torch.randint(VOCAB, (2, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(theirs.float()(ids).logits, ours(ids), rtol=1e-4, atol=1e-4)
@@ -154,15 +159,17 @@ def test_pairs_move_as_rope_asks():
 # What is refused
 
 
-def test_an_option_that_the_format_lacks_is_named():
-    @dataclass(frozen=True)
-    class Later(ModelConfig):
-        qk_norm: bool = False
-
-    shape = {field.name: getattr(ModelConfig(vocab_size=8), field.name) for field in fields(ModelConfig)}
-    assert "qk_norm" not in to_hf_config(Later(**shape).resolve())
-    with pytest.raises(UserError, match=r"model.qk_norm = True has no place in Hugging Face's LlamaForCausalLM"):
-        to_hf_config(Later(**shape, qk_norm=True).resolve())
+@pytest.mark.parametrize(
+    "changes",
+    [{"norm": "post"}, {"position": "nope"}, {"ffn": "relu2"}, {"logit_softcap": 5.0}, {"attention_softcap": 5.0}],
+)
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_an_option_that_the_format_lacks_is_named(changes: dict[str, Any], qk_norm: bool):
+    config = ModelConfig(vocab_size=8, qk_norm=qk_norm, **changes).resolve()
+    ((name, value),) = changes.items()
+    kind = "Qwen3ForCausalLM" if qk_norm else "LlamaForCausalLM"
+    with pytest.raises(UserError, match=f"model.{name} = {value!r} has no place in Hugging Face's {kind}"):
+        to_hf_config(config)
 
 
 def write_foreign(directory: Path, **changes) -> Path:
@@ -181,13 +188,22 @@ def write_foreign(directory: Path, **changes) -> Path:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"model_type": "gpt2"}, "only LlamaForCausalLM can be imported"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "only LlamaForCausalLM can be imported"),
+        ({"model_type": "gpt2"}, "only LlamaForCausalLM and Qwen3ForCausalLM can be imported"),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "only LlamaForCausalLM and Qwen3ForCausalLM can be imported",
+        ),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"mlp_bias": True}, "mlp_bias is True"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4}}, "rope_type is 'llama3'"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}, "rope_type is 'linear'"),
+        ({"model_type": "qwen3", "architectures": None, "head_dim": None}, "head_dim is 128"),
+        (
+            {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
+            "has no model.layers.0.self_attn.q_norm.weight",
+        ),
+        ({"use_sliding_window": True}, "use_sliding_window is True"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is"),
         ({"head_dim": 16}, "head_dim is 16"),

@@ -11,7 +11,8 @@ from groundup.cli.parse import parse
 
 @dataclass(frozen=True, kw_only=True)
 class Args:
-    """Write a run's model and tokenizer as Hugging Face's LlamaForCausalLM: the same logits, in float32."""
+    """Write a run's model and tokenizer as Hugging Face's LlamaForCausalLM (with QK-norm Qwen3ForCausalLM), in float32:
+    the same logits."""
 
     run: Annotated[Path, Positional, arg(metavar="RUN")]
     """Run directory."""
@@ -26,5 +27,5 @@ def main(argv: list[str], prog: str) -> int:
     from groundup.train import export_run
 
     step = export_run(args.run, args.out, args.step)
-    print(f"{args.out}: LlamaForCausalLM with its tokenizer, from step {step:,} of {args.run}")
+    print(f"{args.out}: model and tokenizer in Hugging Face's format, from step {step:,} of {args.run}")
     return 0

@@ -12,7 +12,7 @@ from groundup.cli.parse import parse
 
 @dataclass(frozen=True, kw_only=True)
 class Args:
-    """Make a run from a LlamaForCausalLM with a byte-level BPE tokenizer, to evaluate, to sample and to talk with.
+    """Make a run from a LlamaForCausalLM or Qwen3ForCausalLM with a byte-level BPE tokenizer: evaluate, sample, chat.
 
     It cannot be resumed: the format holds no optimizer state.
     """

@@ -1,7 +1,7 @@
 """The Transformer, from scratch: of torch.nn only Module, Parameter, Identity and containers.
 
 Read in this order: layers.py (linear, embedding, norm, feed-forward), rope.py, attention.py, transformer.py, loss.py.
-hf.py is the same model as Hugging Face's LlamaForCausalLM keeps it on disk.
+hf.py is the same model as Hugging Face's LlamaForCausalLM or Qwen3ForCausalLM keeps it on disk.
 """
 
 from groundup.model.attention import MultiHeadSelfAttention, scaled_dot_product_attention, softmax

@@ -1,5 +1,7 @@
 """A model as Hugging Face's `LlamaForCausalLM` keeps it, and back: names, shapes, the order of rows, config.json.
 
+With QK-norm it is a `Qwen3ForCausalLM`: the same with a norm's gain each for queries and keys, in the order of a head.
+
 The architectures are the same function; three things differ on disk. Names and the fields of config.json: two tables
 below. And RoPE: here the neighbours (2i, 2i + 1) of a head turn together, there the elements i and i + d_head / 2. A
 score is a sum over a head's elements, so their order is free as long as queries and keys agree: the rows of each
@@ -7,7 +9,8 @@ head's q and k projections are permuted, even ones first (`split_pairs`), and no
 bits and rounds nothing, so a model that goes there and back is bit-equal.
 
 What one side has and the other has not is refused by name: a field of `ModelConfig` that is not in `_FIELDS` must have
-its default, and a config.json must not ask for biases, scaled RoPE, another activation, or another model.
+its default, unless it only says how the model is computed (`HOW`), and a config.json must not ask for biases, scaled
+RoPE, another activation, or another model.
 Rejected: a custom `modeling_*.py` beside the weights, which would hold every option and run nowhere but here.
 """
 
@@ -23,10 +26,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from groundup.config import ModelConfig
+from groundup.config.model import HOW
 from groundup.errors import UserError
 from groundup.model.transformer import TransformerLM
 
-ARCHITECTURE = "LlamaForCausalLM"
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""model_type of config.json → the architecture's name."""
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -45,13 +50,12 @@ _FIELDS = {
 }
 """Field of ModelConfig → key of config.json."""
 
-_DEFAULTS: dict[str, Any] = {
-    "max_position_embeddings": 2048,
-    "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
 }
-"""What LlamaConfig takes where config.json is silent; num_key_value_heads follows num_attention_heads."""
+_COMMON: dict[str, Any] = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+"""What transformers takes where config.json is silent; Llama's num_key_value_heads follows num_attention_heads."""
 
 _AROUND = {"token_embeddings": "model.embed_tokens", "ln_final": "model.norm", "lm_head": "lm_head"}
 _IN_LAYER = {
@@ -60,6 +64,8 @@ _IN_LAYER = {
     "attn.k_proj": "self_attn.k_proj",
     "attn.v_proj": "self_attn.v_proj",
     "attn.output_proj": "self_attn.o_proj",
+    "attn.q_norm": "self_attn.q_norm",
+    "attn.k_norm": "self_attn.k_norm",
     "ln2": "post_attention_layernorm",
     "ffn.w1": "mlp.gate_proj",
     "ffn.w2": "mlp.down_proj",
@@ -71,12 +77,12 @@ _IN_LAYER = {
 # Rows
 
 
-def split_pairs(weight: Float[Tensor, "rows d_model"], d_head: int) -> Float[Tensor, "rows d_model"]:
+def split_pairs(weight: Float[Tensor, "rows ..."], d_head: int) -> Float[Tensor, "rows ..."]:
     """Each head's rows 0, 1, 2, 3, … in the order 0, 2, …, 1, 3, …: RoPE's pairs (2i, 2i + 1) become (i, i + d/2)."""
     return weight.unflatten(0, (-1, d_head // 2, 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
-def join_pairs(weight: Float[Tensor, "rows d_model"], d_head: int) -> Float[Tensor, "rows d_model"]:
+def join_pairs(weight: Float[Tensor, "rows ..."], d_head: int) -> Float[Tensor, "rows ..."]:
     """The inverse of `split_pairs`."""
     return weight.unflatten(0, (-1, 2, d_head // 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
@@ -94,7 +100,7 @@ def hf_name(name: str) -> str:
 
 
 def to_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """A model's state dict under the names and in the row order of LlamaForCausalLM. `config`: resolved."""
+    """A model's state dict under the names and in the row order of Hugging Face's model. `config`: resolved."""
     return {hf_name(name): split_pairs(w, config.d_head) if _is_turned(name) else w for name, w in tensors.items()}
 
 
@@ -125,30 +131,36 @@ def from_hf(tensors: Mapping[str, Tensor], config: ModelConfig, where: Path) -> 
 
 def _is_turned(name: str) -> bool:
     """Whether RoPE turns what this weight makes."""
-    return name.endswith(("attn.q_proj.weight", "attn.k_proj.weight"))
+    return name.endswith(tuple(f"attn.{part}.weight" for part in ("q_proj", "k_proj", "q_norm", "k_norm")))
 
 
 # config.json
 
 
+def hf_kind(config: ModelConfig) -> str:
+    """The model_type that holds this model."""
+    return "qwen3" if config.qk_norm else "llama"
+
+
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """The architecture's part of config.json. Raises UserError naming an option that LlamaForCausalLM lacks."""
+    """The architecture's part of config.json. Raises UserError naming an option that the architecture lacks."""
+    kind = hf_kind(config)
     for field in fields(config):
         value = getattr(config, field.name)
-        if field.name not in _FIELDS and value != field.default:
+        if field.name not in (*_FIELDS, *HOW, "qk_norm") and value != field.default:
             raise UserError(
-                f"model.{field.name} = {value!r} has no place in Hugging Face's {ARCHITECTURE}; "
+                f"model.{field.name} = {value!r} has no place in Hugging Face's {ARCHITECTURES[kind]}; "
                 f"only models with model.{field.name} = {field.default!r} can be exported"
             )
     table = {key: getattr(config, name) for name, key in _FIELDS.items()}
     return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
         **table,
         "head_dim": config.d_head,
         "hidden_act": "silu",
         "attention_bias": False,
-        "mlp_bias": False,
+        **({"mlp_bias": False} if kind == "llama" else {"use_sliding_window": False}),
         # transformers 5 reads rope_parameters, 4 the rope_theta above.
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
     }
@@ -158,10 +170,11 @@ def from_hf_config(table: Mapping[str, Any], where: Path) -> ModelConfig:
     """The shape that a config.json describes, resolved. Raises UserError naming what groundup's model lacks."""
     _refuse_foreign(table, where)
     rope = table.get("rope_parameters") or {}
-    given = _DEFAULTS | {"num_key_value_heads": table.get("num_attention_heads")}
+    kind = str(table["model_type"])
+    given = {"num_key_value_heads": table.get("num_attention_heads")} | _COMMON | _DEFAULTS[kind]
     given |= {key: value for key, value in table.items() if value is not None}
     given["rope_theta"] = rope.get("rope_theta", given["rope_theta"])
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {"qk_norm": kind == "qwen3"}
     for field in fields(ModelConfig):
         if field.name not in _FIELDS:
             continue
@@ -171,9 +184,9 @@ def from_hf_config(table: Mapping[str, Any], where: Path) -> ModelConfig:
             raise UserError(f"{where}: {key} is {value!r}; it must be of type {type(field.default).__name__}")
         values[field.name] = value
     config = ModelConfig(**values).resolve()
-    if table.get("head_dim") not in (None, config.d_head):
+    if given.get("head_dim") not in (None, config.d_head):
         raise UserError(
-            f"{where}: head_dim is {table['head_dim']}; groundup's model has hidden_size / num_attention_heads = "
+            f"{where}: head_dim is {given['head_dim']}; groundup's model has hidden_size / num_attention_heads = "
             f"{config.d_head}"
         )
     return config
@@ -181,10 +194,12 @@ def from_hf_config(table: Mapping[str, Any], where: Path) -> ModelConfig:
 
 def _refuse_foreign(table: Mapping[str, Any], where: Path) -> None:
     """Raise UserError for what config.json asks and no ModelConfig can say."""
-    kinds = table.get("architectures") or [ARCHITECTURE]
-    if table.get("model_type") != "llama" or kinds != [ARCHITECTURE]:
+    known = ARCHITECTURES.get(str(table.get("model_type")))
+    kinds = table.get("architectures") or [known]
+    if known is None or kinds != [known]:
         raise UserError(
-            f"{where} describes {kinds} of type {table.get('model_type')!r}; only {ARCHITECTURE} can be imported"
+            f"{where} describes {kinds} of type {table.get('model_type')!r}; only "
+            f"{' and '.join(ARCHITECTURES.values())} can be imported"
         )
     rope = {**(table.get("rope_scaling") or {}), **(table.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -192,6 +207,7 @@ def _refuse_foreign(table: Mapping[str, Any], where: Path) -> None:
         "hidden_act": (table.get("hidden_act", "silu"), ("silu", "swish")),
         "attention_bias": (table.get("attention_bias", False), (False,)),
         "mlp_bias": (table.get("mlp_bias", False), (False,)),
+        "use_sliding_window": (table.get("use_sliding_window", False), (False,)),
         "quantization_config": (table.get("quantization_config"), (None,)),
         "rope_type": (kind, ("default",)),
         "partial_rotary_factor": (rope.get("partial_rotary_factor", table.get("partial_rotary_factor", 1)), (1,)),
