@@ -1,0 +1,401 @@
+"""Fully sharded data parallelism over Linear and Embedding layers (ZeRO stage 3; Zhao et al. 2023).
+
+A unit is a group of layers that is gathered together: a block of the model, or a layer that stands alone. Its weights
+lie in one flat line (flat.py) of which each rank keeps a shard, in the parameters' own type (the master copy). Around
+the use of a unit
+
+    forward   all-gather(i+1) in the background │ compute i │ free i
+    backward  all-gather(i-1) in the background │ compute i │ reduce-scatter gradients of i │ free i
+
+so at most `prefetch` units besides the one at work are whole, in `compute_dtype`, which is cast to before anything
+travels. An all-gather is launched when the unit before the running one has ended: the backend makes it wait for all
+that is queued. Weights are gathered straight into the storage that autograd has saved references to: freeing sets the
+storage's size to 0, gathering gives it back. Norms and other layers stay replicated; their gradients are all-reduced.
+
+Communication a step: all-gather, all-gather, reduce-scatter = 1.5 × an all-reduce, in compute_dtype.
+
+Collectives are issued in the order of the units, on a process group for gathers and one for reductions, so ranks that
+skip a unit or run units in another order than they were defined in stay in step: what was skipped is gathered when a
+later unit needs its turn, and stays whole until the pass has ended. Under accumulation every backward reduces, and the
+shards add up: `no_sync` saves no communication here, it only postpones the replicated gradients.
+
+Rejected: sharding by rows (rows that do not divide leave ranks idle, and a gather needs a copy to become the weights),
+one flat parameter for the optimizer (it would hide from it which parameter had no gradient).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from groundup.model import Embedding, Linear
+from groundup.parallel.agree import START_TIMEOUT
+from groundup.parallel.ddp import DataParallel, all_reduce_flat, copy_or_zero
+from groundup.parallel.flat import Line
+from groundup.parallel.zero import IN_FLIGHT, clip_shards
+
+LAYERS = (Linear, Embedding, nn.Linear, nn.Embedding)
+"""The layers whose parameters are sharded."""
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """Which layers form a unit, and which module's call shows that it is needed."""
+
+    gate: nn.Module
+    layers: list[nn.Module]
+    keep: bool = False
+    """Whether its weights may be read after the gate's call: then they stay whole until backward is done with them."""
+
+
+def default_units(module: nn.Module, layer_types: tuple[type, ...] = LAYERS) -> list[UnitPlan]:
+    """Elements of a ModuleList are units (the model's blocks), other layers are one each, in the order of definition.
+
+    Layers that share a parameter across units form one unit that stays whole from the model's call on.
+    """
+    plans: list[UnitPlan] = []
+    blocks = [block for m in module.modules() if isinstance(m, nn.ModuleList) for block in m]
+    taken: set[nn.Module] = set()
+    for name, child in module.named_modules():
+        if child in taken or not name:
+            continue
+        if child in blocks or isinstance(child, layer_types):
+            members = list(child.modules())
+            plans.append(UnitPlan(child, [m for m in members if isinstance(m, layer_types) and m not in taken]))
+            taken.update(members)
+    seen: dict[nn.Parameter, int] = {}
+    shared: set[int] = set()
+    for index, plan in enumerate(plans):
+        for p in (p for layer in plan.layers for p in layer.parameters(recurse=False)):
+            if seen.setdefault(p, index) != index:
+                shared |= {seen[p], index}
+    tied = [layer for index in sorted(shared) for layer in plans[index].layers]
+    rest = [plan for index, plan in enumerate(plans) if index not in shared and plan.layers]
+    return ([UnitPlan(module, tied, keep=True)] if tied else []) + rest
+
+
+class Unit(Line):
+    """A unit's line: this rank's shard for the optimizer, and the storage for the whole."""
+
+    @torch.no_grad()
+    def __init__(self, plan: UnitPlan, names: dict[nn.Parameter, str], dtype: torch.dtype | None, group: Any):
+        places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for layer in plan.layers:
+            for name, p in layer.named_parameters(recurse=False, remove_duplicate=False):
+                places.setdefault(p, []).append((layer, name))
+        originals, first = list(places), next(iter(places))
+        super().__init__([p.shape for p in originals], group)
+        self.gate, self.keep, self.names = plan.gate, plan.keep, [names[p] for p in originals]
+        if any(p.dtype != first.dtype for p in originals):
+            raise ValueError(
+                f"FSDP keeps a unit's weights in one dtype: {self.names[0]} is {first.dtype}, one beside it is not; "
+                "give the weights of a unit one dtype, or their layers units of their own"
+            )
+        # An index does not read its table again; all other layers need their weights for the gradient of their input.
+        self.reads_in_backward = plan.keep or not all(isinstance(m, Embedding | nn.Embedding) for m in plan.layers)
+        self.dtype = dtype or first.dtype
+        self.shard = torch.zeros(self.layout.shard, dtype=first.dtype, device=first.device)
+        parts = self.split_shard(self.shard)
+        self.pieces = [nn.Parameter(part, p.requires_grad) for part, p in zip(parts, originals, strict=True)]
+        self.params = self.pieces
+        for index, p in enumerate(originals):
+            self.pieces[index].copy_(self.cut(index, p))
+        self.line = torch.empty(self.layout.total, dtype=self.dtype, device=first.device)
+        views = self.layout.views(self.line)
+        self.full = [nn.Parameter(view, p.requires_grad) for view, p in zip(views, originals, strict=True)]
+        self.trainable = {i for i, p in enumerate(originals) if p.requires_grad}
+        self._places = list(places.values())
+        self._nbytes = self.line.untyped_storage().nbytes()
+        self.line.untyped_storage().resize_(0)
+        self.is_whole = False
+        self.arrived: set[int] = set()
+        """Places whose gradients are there in this backward."""
+        self.is_scattered = False
+        self._gathering: Any = None
+        self._scattering: Any = None
+        self.show(self.pieces)
+
+    def show(self, params: Sequence[nn.Parameter]) -> None:
+        """Let the layers hold `params`: the whole weights while they compute, the pieces for everybody else."""
+        for places, p in zip(self._places, params, strict=True):
+            for layer, name in places:
+                layer._parameters[name] = p
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Launch the all-gather of the weights, cast before they travel."""
+        if self.is_whole:
+            return
+        self.line.untyped_storage().resize_(self._nbytes)
+        source = self.shard.to(self.dtype)
+        # .data: autograd has saved these weights; they come back, they do not change.
+        work = dist.all_gather_into_tensor(self.line.data, source, group=self.group, async_op=True)
+        self._gathering, self.is_whole = (work, source), True
+
+    def wait(self) -> None:
+        """The weights are whole, in the order of the current stream."""
+        if self._gathering is not None:
+            self._gathering[0].wait()
+            self._gathering = None
+
+    def free(self) -> None:
+        """Give the whole weights' memory back."""
+        self.wait()
+        self.show(self.pieces)
+        self.line.untyped_storage().resize_(0)
+        self.is_whole = False
+
+    @torch.no_grad()
+    def scatter(self, op: Any, dtype: torch.dtype | None, group: Any) -> None:
+        """Launch the reduce-scatter of the gradients, zero where this rank has none; the weights are freed."""
+        whole = torch.empty(self.layout.total, dtype=dtype or self.shard.dtype, device=self.shard.device)
+        copy_or_zero(self.layout.views(whole), [p.grad for p in self.full])
+        whole[sum(self.layout.numels) :].zero_()
+        for p in self.full:
+            p.grad = None
+        out = whole.new_empty(self.layout.shard)
+        self._scattering = dist.reduce_scatter_tensor(out, whole, op, group=group, async_op=True), out
+        self.is_scattered = True
+        self.free()
+
+    @torch.no_grad()
+    def scattered(self) -> None:
+        """Wait for it and add the result to the pieces' gradients."""
+        work, out = self._scattering
+        work.wait()
+        self._scattering = None
+        for index, grad in enumerate(self.split_shard(out.to(self.shard.dtype))):
+            piece = self.pieces[index]
+            if index in self.trainable:
+                piece.grad = grad if piece.grad is None else piece.grad.add_(grad)
+
+
+class FSDP(DataParallel):
+    """The module with its Linear and Embedding weights sharded; `parameters()` are this rank's pieces.
+
+    Make the optimizer afterwards; it must be element-wise. Whole weights: `full_parameters()`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        compute_dtype: torch.dtype | None = None,
+        group: Any = None,
+        average: bool = True,
+        reduce_dtype: torch.dtype | None = None,
+        timeout: float = START_TIMEOUT,
+        units: Sequence[UnitPlan] | None = None,
+        prefetch: int = 1,
+        layer_types: tuple[type, ...] = LAYERS,
+        materialise: Callable[[nn.Module], None] | None = None,
+    ):
+        """`prefetch`: units gathered ahead, 0 to 2. `reduce_dtype` None: the master weights'.
+
+        `materialise`, for a module on the meta device, gives one module's own parameters and buffers memory and values;
+        it is called for every module in the order of `modules()`, and no more than one unit is whole at a time.
+        """
+        if not 0 <= prefetch <= 2:
+            raise ValueError(f"prefetch is {prefetch}; it must be 0, 1 or 2")
+        super().__init__(module, group, average, reduce_dtype, timeout)
+        self.prefetch = prefetch
+        plans = default_units(module, layer_types) if units is None else list(units)
+        self.units: list[Unit] = []
+        for plan in plans:
+            for layer in plan.layers if materialise else ():
+                materialise(layer)
+            names = {p: name for name, p in module.named_parameters()}
+            self.units.append(Unit(plan, names, compute_dtype, group))
+        sharded = {layer for plan in plans for layer in plan.layers}
+        for other in module.modules() if materialise else ():
+            if other not in sharded:
+                materialise(other)
+        pieces = {piece for unit in self.units for piece in unit.pieces}
+        self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
+        self.params = list(self.names)
+        self.replicated = [p for p in self.params if p not in pieces]
+        ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        self._reduce_group = dist.new_group(ranks, use_local_synchronization=True)
+        self._in_backward = False
+        self._used_here: set[nn.Parameter] = set()
+        self._in_flight: list[Unit] = []
+        self._install()
+
+    def _distribute(self) -> None:
+        if not any(p.is_meta for p in self.module.parameters()):
+            super()._distribute()
+
+    def _install(self) -> None:
+        """Hooks: around the model's call, around each gate's, and on each whole weight's gradient."""
+        hook = self.handles.append
+        hook(self.module.register_forward_pre_hook(lambda *_: self._begin()))
+        for index, unit in enumerate(self.units):
+            hook(unit.gate.register_forward_pre_hook(partial(self._before, index)))
+            hook(unit.gate.register_forward_hook(partial(self._after, index)))
+            for place in unit.trainable:
+                hook(unit.full[place].register_post_accumulate_grad_hook(partial(self._on_gradient, unit, place)))
+        hook(self.module.register_forward_hook(lambda *_: self._end()))
+
+    def _begin(self) -> None:
+        """A forward pass starts."""
+        if self._in_backward:
+            self._drain()  # a backward under no_sync came before
+        for unit in self.units:
+            unit.is_scattered = False
+            if unit.is_whole:
+                unit.free()
+        self._gathered = 0
+        """Units gathered in this pass, in order."""
+
+    def _before(self, index: int, *_: Any) -> None:
+        """Unit `index` is about to compute: in forward, or again because its activations are recomputed."""
+        unit = self.units[index]
+        if not self._in_backward:
+            self._gather_up_to(index + self.prefetch)
+        unit.gather()
+        unit.wait()
+        unit.show(unit.full)
+
+    def _after(self, index: int, _: Any, __: Any, output: Any) -> None:
+        """It has computed. Its backward begins with the gradient of its output."""
+        unit = self.units[index]
+        if self._in_backward:
+            return
+        is_last = unit is self.units[-1] and torch.is_grad_enabled()
+        if not (unit.keep or is_last):
+            unit.free()
+        for tensor in _tensors(output):
+            if tensor.requires_grad and unit.gate is not self.module:
+                tensor.register_hook(partial(self._before_backward, index))
+
+    def _end(self) -> None:
+        """The forward pass has ended: every rank has gathered every unit, and holds those that backward begins with."""
+        if self._in_backward:
+            return
+        self._gather_up_to(len(self.units))
+        for index, unit in enumerate(self.units):
+            is_last = index == len(self.units) - 1
+            if torch.is_grad_enabled() and (unit.keep or is_last):
+                unit.wait()
+                unit.show(unit.pieces)
+            else:
+                unit.free()
+        self._to_gather = len(self.units) - 1
+        """In backward: the next unit to gather, downwards."""
+        self._to_scatter = len(self.units) - 1
+
+    def _gather_up_to(self, last: int) -> None:
+        while self._gathered <= min(last, len(self.units) - 1):
+            self.units[self._gathered].gather()
+            self._gathered += 1
+
+    def _before_backward(self, index: int, _: Tensor) -> None:
+        self._in_backward = True
+        while self._to_gather >= max(index - self.prefetch, 0):
+            unit = self.units[self._to_gather]
+            if unit.reads_in_backward and not unit.is_scattered:
+                unit.gather()
+            self._to_gather -= 1
+        self.units[index].wait()
+
+    def _on_gradient(self, unit: Unit, place: int, _: Tensor) -> None:
+        self._in_backward = True
+        if unit.is_scattered:
+            raise RuntimeError(f"a second backward through one forward reached {unit.names[place]}; FSDP allows one")
+        unit.arrived.add(place)
+        self._used_here.add(unit.pieces[place])
+        while self._to_scatter >= 0 and self.units[self._to_scatter].arrived >= self.units[self._to_scatter].trainable:
+            self._scatter_next()
+
+    def _scatter_next(self) -> None:
+        unit = self.units[self._to_scatter]
+        self._to_scatter -= 1
+        unit.arrived.clear()
+        if not unit.trainable:
+            unit.free()
+            return
+        unit.scatter(self.op, self.reduce_dtype, self._reduce_group)
+        self._in_flight.append(unit)
+        if len(self._in_flight) > IN_FLIGHT:
+            self._in_flight.pop(0).scattered()
+
+    def _drain(self) -> None:
+        """The backward pass has ended: gather and reduce what this rank skipped, and wait."""
+        for unit in self.units[self._to_gather :: -1] if self._to_gather >= 0 else []:
+            if unit.reads_in_backward and not unit.is_scattered:
+                unit.gather()
+        self._to_gather = -1
+        while self._to_scatter >= 0:
+            self._scatter_next()
+        while self._in_flight:
+            self._in_flight.pop(0).scattered()
+        self._in_backward = False
+
+    @torch.no_grad()
+    def finish_gradient_synchronization(self) -> None:
+        self._must_synchronize()
+        self._drain()
+        replicated = set(self.replicated)
+        here = [p in self._used_here or (p in replicated and p.grad is not None) for p in self.params]
+        used = dict(zip(self.params, self._used(here), strict=True))
+        for p, is_used in used.items():
+            if not is_used:
+                p.grad = None
+            elif p.grad is None:
+                p.grad = torch.zeros_like(p)
+        all_reduce_flat([cast(Tensor, p.grad) for p in self.replicated if used[p]], self.op, None, self.group)
+        self._used_here.clear()
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        own = [piece for unit in self.units for piece in unit.pieces]
+        return clip_shards(own, self.replicated, max_norm, self.group)
+
+    def remove_hooks(self) -> None:
+        """Take the hooks off and give the layers whole weights back; every rank must call it."""
+        super().remove_hooks()
+        for unit in self.units:
+            whole = unit.gather_pieces(unit.pieces, unit.shard.dtype, unit.shard.device)
+            trainable = [p.requires_grad for p in unit.pieces]
+            unit.show([nn.Parameter(w.clone(), t) for w, t in zip(whole, trainable, strict=True)])
+        self.units.clear()
+
+    def full_parameters(self, keep: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole parameter on the CPU) of every parameter; a collective, one unit on the device at a time.
+
+        A rank with keep=False takes part and gets nothing.
+        """
+        pieces = {piece for unit in self.units for piece in unit.pieces}
+        for unit in self.units:
+            whole = unit.gather_pieces(unit.pieces, unit.shard.dtype, unit.shard.device)
+            if keep:
+                yield from ((name, w.detach().to("cpu", copy=True)) for name, w in zip(unit.names, whole, strict=True))
+        if keep:
+            for name, p in self.module.named_parameters():
+                if p not in pieces:
+                    yield name, p.detach().to("cpu", copy=True)
+
+    @torch.no_grad()
+    def load_full_parameters(self, read: Callable[[str], Tensor]) -> None:
+        """Take whole parameters by name, for instance from a mapped file: each rank reads its own pieces."""
+        pieces = set()
+        for unit in self.units:
+            for index, name in enumerate(unit.names):
+                unit.pieces[index].copy_(unit.cut(index, read(name)))
+                pieces.add(unit.pieces[index])
+        for name, p in self.module.named_parameters():
+            if p not in pieces:
+                p.copy_(read(name))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)

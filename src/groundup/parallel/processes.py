@@ -1,0 +1,187 @@
+"""Which process this is, how the processes find each other, and how they end.
+
+A process learns its rank from whoever started it: `groundup train --nproc`, torchrun (RANK, WORLD_SIZE), mpirun
+(OMPI_COMM_WORLD_RANK or PMI_RANK), srun (SLURM_PROCID). The meeting point is MASTER_ADDR and MASTER_PORT; under srun
+alone it is derived: the first host of the job's node list, a port from the job's number. Then every start is the same.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from groundup.errors import UserError
+from groundup.parallel.slurm import hosts
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """`rank` of `size` processes; each trains on its slice of the global batch."""
+
+    rank: int
+    size: int
+    local_rank: int = 0
+    """Which of the processes on this machine."""
+    launcher: str = ""
+    """Who started it; empty: nobody, a single process."""
+
+
+_VARIABLES = (
+    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
+
+
+def this_world(environment: Mapping[str, str] = os.environ) -> World:
+    """The world that the environment tells of. Raises UserError when its numbers do not fit together."""
+    for launcher, rank, size, local in _VARIABLES:
+        if rank not in environment or size not in environment:
+            continue
+        if launcher == "srun" and "SLURM_STEP_ID" not in environment:
+            continue  # inside sbatch or salloc, but not started by srun
+        try:
+            found = World(int(environment[rank]), int(environment[size]), int(environment.get(local, 0)), launcher)
+        except ValueError:
+            raise UserError(f"{rank} = {environment[rank]!r}, {size} = {environment[size]!r}: not numbers") from None
+        if not 0 <= found.rank < found.size:
+            raise UserError(f"{rank} {found.rank} is not below {size} {found.size}; start the processes again")
+        return found if found.size > 1 else World(0, 1)
+    return World(0, 1)
+
+
+def meeting_point(world: World, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """(host, port) where rank 0 waits. Raises UserError when the environment does not say."""
+    port = environment.get("MASTER_PORT", "")
+    job = environment.get("SLURM_JOB_ID", "") if world.launcher == "srun" else ""
+    if not port and job.isdecimal():
+        port = str(15000 + int(job) % 20000)
+    host = environment.get("MASTER_ADDR", "")
+    if not host and world.launcher == "srun":
+        nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+        host = hosts(nodes or environment.get("SLURM_NODELIST", ""))[0]
+    if not host and environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(world.size):
+        host = "127.0.0.1"
+    if not host or not port.isdecimal():
+        missing = "MASTER_ADDR" if not host else "MASTER_PORT"
+        raise UserError(
+            f"{world.launcher} started {world.size} processes, but {missing} is not set; export MASTER_ADDR (a host "
+            "that all reach) and MASTER_PORT (a free port there), with mpirun by -x"
+        )
+    return host, int(port)
+
+
+def nccl_variables(nvls: bool, timeout: float) -> dict[str, str]:
+    """What is set before NCCL starts, where the environment does not say otherwise: the one place that does."""
+    return {
+        "NCCL_NVLS_ENABLE": "1" if nvls else "0",
+        # A collective that fails or times out ends the process instead of leaving it to hang.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        # Longer than the collectives' own timeout, which has the better message.
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(int(timeout) + 60),
+    }
+
+
+def local_device(kind: str, world: World) -> torch.device:
+    """This process's device: GPU number local_rank, or the only one it may see. Raises UserError when there is none."""
+    if kind != "cuda":
+        return torch.device(kind)
+    count = torch.cuda.device_count()
+    if count == 1:
+        return torch.device("cuda", 0)
+    if world.local_rank >= count:
+        raise UserError(
+            f"process {world.local_rank} of this machine has no GPU: it sees {count}; start at most {count} processes "
+            "a machine, or let each see one"
+        )
+    return torch.device("cuda", world.local_rank)
+
+
+def connect(
+    world: World, device: torch.device, *, nvls: bool = False, start_timeout: float = 120.0, timeout: float = 600.0
+) -> dict[str, str]:
+    """Join the other processes; returns the NCCL variables that were set. Raises UserError when they do not come.
+
+    GPUs talk through NCCL, CPU tensors (checks, checkpoints) through Gloo.
+    """
+    chosen = {}
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        wanted = nccl_variables(nvls, timeout)
+        chosen = {name: value for name, value in wanted.items() if name not in os.environ}
+        os.environ.update(chosen)
+    host, port = meeting_point(world)
+    try:
+        # Under --nproc and torchrun the launcher holds the store, so that no rank's port can be taken meanwhile.
+        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = dist.TCPStore(
+            host,
+            port,
+            world.size,
+            is_master=world.rank == 0 and not hosted,
+            timeout=timedelta(seconds=start_timeout),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        prefixed = dist.PrefixStore(f"groundup/{attempt}", store)
+        _wait_for_all(prefixed, world, start_timeout)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend,
+            store=prefixed,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=timeout),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (dist.DistError, RuntimeError, OSError) as error:
+        raise UserError(
+            f"rank {world.rank} of {world.size} could not join at {host}:{port}: {str(error).splitlines()[0]}"
+        ) from None
+    return chosen
+
+
+def _wait_for_all(store: Any, world: World, timeout: float) -> None:
+    """Name the rank that does not come, instead of the store's key."""
+    store.set(f"here/{world.rank}", "1")
+    for rank in range(world.size):
+        try:
+            store.wait([f"here/{rank}"], timedelta(seconds=timeout))
+        except dist.DistStoreError:
+            raise RuntimeError(f"rank {rank} did not start within {timeout:g} s (parallel.start_timeout)") from None
+
+
+def disconnect() -> None:
+    """Leave the other processes in order; does nothing where none were joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def from_rank_zero(world: World, work: Callable[[], T]) -> T:
+    """`work()` on rank 0; its result, or its UserError, on every rank."""
+    if world.size == 1:
+        return work()
+    answer: list[Any] = [None, None]
+    if world.rank == 0:
+        try:
+            answer[0] = work()
+        except UserError as error:
+            answer[1] = str(error)
+    dist.broadcast_object_list(answer, 0, device=torch.device("cpu"))
+    if answer[1] is not None:
+        raise UserError(answer[1])
+    return answer[0]
+
+
+def say(line: str) -> None:
+    """One line on standard error, at once."""
+    print(f"groundup: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,130 @@
+"""PyTorch's own engines behind the interface of ours: DistributedDataParallel and FSDP2 (fully_shard)."""
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from groundup.optim import clip_grad_norm
+from groundup.parallel.agree import START_TIMEOUT
+from groundup.parallel.ddp import DataParallel
+
+
+class TorchDDP(DataParallel):
+    """torch.nn.parallel.DistributedDataParallel. It refuses, in the next forward, parameters that were not used."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        bucket_mb: float = 25.0,
+        group: Any = None,
+        average: bool = True,
+        reduce_dtype: torch.dtype | None = None,
+        timeout: float = START_TIMEOUT,
+    ):
+        super().__init__(module, group, average, reduce_dtype, timeout)
+        self.ddp = DistributedDataParallel(
+            module, process_group=group, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, broadcast_buffers=False
+        )
+        if reduce_dtype == torch.bfloat16 and average:
+            self.ddp.register_comm_hook(group, default_hooks.bf16_compress_hook)
+        elif reduce_dtype or not average:
+            self.ddp.register_comm_hook((reduce_dtype, self.op, group), _reduce_as)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.ddp(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        with super().no_sync(), self.ddp.no_sync():
+            yield
+
+    def finish_gradient_synchronization(self) -> None:
+        self._must_synchronize()
+
+
+def _reduce_as(state: tuple, bucket: dist.GradBucket) -> Any:
+    """Reduce a bucket in a type, by an operation."""
+    dtype, op, group = state
+    buffer = bucket.buffer()
+    wire = buffer.to(dtype or buffer.dtype)
+    future = dist.all_reduce(wire, op, group=group, async_op=True).get_future()
+    return future.then(lambda done: buffer.copy_(done.value()[0]))
+
+
+class TorchFSDP2(DataParallel):
+    """torch.distributed.fsdp.fully_shard on each of `units` and the whole: parameters become DTensors.
+
+    All ranks must run the same layers: a layer that only some ranks skip leaves the others waiting until the timeout.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[nn.Module],
+        compute_dtype: torch.dtype | None = None,
+        group: Any = None,
+        average: bool = True,
+        reduce_dtype: torch.dtype | None = None,
+        timeout: float = START_TIMEOUT,
+    ):
+        super().__init__(module, group, average, reduce_dtype, timeout)
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=reduce_dtype or (torch.float32 if compute_dtype else None)
+        )
+        ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        device = next(module.parameters()).device.type
+        mesh = dist.device_mesh.DeviceMesh(device, ranks)
+        for unit in units:
+            fully_shard(unit, mesh=mesh, mp_policy=policy)
+        self.root: Any = fully_shard(module, mesh=mesh, mp_policy=policy)
+        if not average:
+            self.root.set_gradient_divide_factor(1.0)
+            for unit in units:
+                unit.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+        self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
+        self.params = list(self.names)
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        with super().no_sync():
+            self.root.set_requires_gradient_sync(False)
+            try:
+                yield
+            finally:
+                self.root.set_requires_gradient_sync(True)
+
+    def finish_gradient_synchronization(self) -> None:
+        self._must_synchronize()
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        local = [p.grad for p in self.params if p.grad is not None]
+        norm = clip_grad_norm(self.params, max_norm) if local else torch.zeros(())
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def full_parameters(self, keep: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole parameter on the CPU) of every parameter; a collective."""
+        for name, p in self.module.named_parameters():
+            whole = p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
+            if keep:
+                yield name, whole.to("cpu", copy=True)
+
+    @torch.no_grad()
+    def load_full_parameters(self, read: Callable[[str], Tensor]) -> None:
+        """Take whole parameters by name; each rank keeps its shard."""
+        for name, p in self.module.named_parameters():
+            p.copy_(like(p, read(name)))
+
+
+def like(p: Tensor, whole: Tensor) -> Tensor:
+    """`whole` on p's device, distributed as p is."""
+    if not isinstance(p, DTensor):
+        return whole.to(p.device)
+    return distribute_tensor(whole.to(p.device), p.device_mesh, p.placements, src_data_rank=None)

@@ -1,0 +1,87 @@
+"""The parity grid: every engine on every case, at 1 to 4 processes, against one process.
+
+One spawn a world size runs all cells. At one and two ranks the weights must be bit-equal after four steps of AdamW, as
+two numbers add up alike in either order; at three and four equal to 1e-6.
+"""
+
+import pytest
+from grid import CASES, run_grid
+
+from groundup.errors import UserError
+from groundup.parallel.launch import ChildError
+
+OURS = ["naive", "flat", "overlap", "bucketed", "bucketed in place", "zero1", "zero1 after bucketed", "fsdp"]
+CELLS = [(engine, case) for engine in OURS for case in CASES]
+TORCH = [(engine, case) for engine in ("torch-ddp", "torch-fsdp2") for case in CASES]
+REFUSED = {("torch-ddp", "unused on all"): "not used in producing loss"}
+"""torch DDP without its search for unused parameters, which costs every step."""
+ENDS = {
+    (engine, case): {"torch-ddp": "not used in producing loss", "torch-fsdp2": "was killed by SIGABRT"}[engine]
+    for engine, case in TORCH
+    if CASES[case].unused == "some"
+}
+"""Where ranks differ in what they use, torch's engines end on one rank: DDP's next forward raises; FSDP2 reduces what
+has a gradient, so ranks send different sizes and the backend aborts. The launcher stops the others with one line."""
+TORCH = [cell for cell in TORCH if cell not in ENDS]
+
+_done: dict[tuple, list] = {}
+
+
+def results(world: int, theirs: bool, clip: float = 0.0) -> list:
+    key = (world, theirs, clip)
+    if key not in _done:
+        _done[key] = run_grid(world, TORCH if theirs else CELLS, clip)
+    return _done[key]
+
+
+def check(world: int, cell: tuple[str, str], theirs: bool = False) -> None:
+    found = [result[cell] for result in results(world, theirs)]
+    if cell in REFUSED:
+        assert all(REFUSED[cell] in text for text in found), found
+    else:
+        assert found == [""] * world, found[0]
+
+
+@pytest.mark.parametrize("cell", CELLS, ids="-".join)
+@pytest.mark.parametrize("world", [1, 2])
+def test_ours(world, cell):
+    check(world, cell)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", CELLS, ids="-".join)
+@pytest.mark.parametrize("world", [3, 4])
+def test_ours_at_more_ranks(world, cell):
+    check(world, cell)
+
+
+@pytest.mark.parametrize("cell", TORCH, ids="-".join)
+def test_torch_engines(cell):
+    check(2, cell, theirs=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", TORCH, ids="-".join)
+@pytest.mark.parametrize("world", [3, 4])
+def test_torch_engines_at_more_ranks(world, cell):
+    check(world, cell, theirs=True)
+
+
+@pytest.mark.parametrize("engine", ["bucketed", "zero1", "fsdp", "torch-fsdp2"])
+def test_clipping_by_the_norm_over_all_shards(engine):
+    cells = [
+        (name, case) for name in ("bucketed", "zero1", "fsdp", "torch-fsdp2") for case in ("plain", "uneven sizes")
+    ]
+    key = (2, "clip")
+    if key not in _done:
+        _done[key] = run_grid(2, cells, 0.5)
+    for result in _done[key]:
+        assert {cell: text for cell, text in result.items() if cell[0] == engine and text} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torch-ddp", "torch-fsdp2"])
+def test_what_torchs_engines_cannot_do_ends_with_a_line(engine):
+    cell = (engine, "unused on some")
+    with pytest.raises((UserError, ChildError), match=ENDS[cell]):
+        run_grid(2, [cell], catch=False)
