@@ -36,7 +36,13 @@ class Queue:
 
 
 def put(rows: StepRows, step: int) -> None:
-    rows.put(step, lr=0.1 * step, loss=torch.tensor(10.0 - step), grad_norm=torch.tensor(float(step)))
+    rows.put(
+        step,
+        lr=0.1 * step,
+        loss=torch.tensor(10.0 - step),
+        grad_norm=torch.tensor(float(step)),
+        skipped=torch.tensor(False),
+    )
 
 
 def test_a_row_is_written_at_once_and_tells_the_time_of_its_step(monkeypatch: pytest.MonkeyPatch):
@@ -45,6 +51,7 @@ def test_a_row_is_written_at_once_and_tells_the_time_of_its_step(monkeypatch: py
     rows = StepRows(written.append, tokens_per_step=60, device=torch.device("cpu"))
     clock.now += 2
     put(rows, 1)
+    assert written[0].pop("memory_gib") > 0
     assert written == [
         {"step": 1, "loss": 9.0, "lr": 0.1, "grad_norm": 1.0, "tokens": 60, "tokens_per_second": 30.0},
     ]

@@ -128,13 +128,13 @@ def test_a_signal_during_an_evaluation_saves(tokens: Path, tmp_path: Path, monke
 
 
 def test_a_failing_evaluation_comes_after_the_save(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def out_of_memory(*args, **kwargs):
-        raise torch.OutOfMemoryError("no memory")
+    def bad_disk(*args, **kwargs):
+        raise OSError("no disk")
 
     train(tiny_config(tokens), tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr("groundup.train.loop.evaluate", out_of_memory)
-        with pytest.raises(torch.OutOfMemoryError):
+        patch.setattr("groundup.train.loop.evaluate", bad_disk)
+        with pytest.raises(OSError, match="no disk"):
             train(tiny_config(tokens), tmp_path / "broken")
     assert checkpoint_steps(tmp_path / "broken" / "checkpoints") == [3, 6]
     train(tiny_config(tokens), tmp_path / "broken", resume=True)
@@ -144,7 +144,7 @@ def test_a_failing_evaluation_comes_after_the_save(tokens: Path, tmp_path: Path,
 def test_a_validation_loss_that_is_not_finite_stops_the_run_after_the_save(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    nothing = Evaluation(loss=math.nan, perplexity=math.nan, bits_per_byte=math.nan, tokens=1)
+    nothing = Evaluation(loss=math.nan, perplexity=math.nan, bits_per_byte=math.nan, tokens=1, bytes=1)
     monkeypatch.setattr("groundup.train.loop.evaluate", lambda *args, **kwargs: nothing)
     with pytest.raises(UserError, match="step 6: the validation loss is nan"):
         train(tiny_config(tokens), tmp_path / "run")

@@ -39,11 +39,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 USAGE_ERROR = 2
 INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: training was told to stop and has saved; with --resume it goes on
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 2 after a one-line error, 130 after Ctrl-C."""
+    """Run one command and return its exit code: 0, 2 after an error's line, 130 after Ctrl-C, 75 from a stopped run."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without Unicode shows "?", it does not crash

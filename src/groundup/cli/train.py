@@ -6,7 +6,7 @@ from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, arg
 
-from groundup.cli import INTERRUPTED
+from groundup.cli import REQUEUE
 from groundup.cli.parse import parse
 from groundup.cli.run_config import layered, newer_length
 from groundup.config import RunConfig, load_toml
@@ -29,7 +29,9 @@ class Args:
     size: Annotated[str, arg(metavar="NAME", help_behavior_hint="")] = ""
     """Named model shape, such as stories-17m, small or gpt2-124m."""
     resume: FlagCreatePairsOff[bool] = False
-    """Go on from the newest complete checkpoint of --out, with its configuration."""
+    """Go on from the newest complete checkpoint of --out, with its configuration; --out without a run begins one."""
+    allow_changed_data: FlagCreatePairsOff[bool] = False
+    """With --resume: take the token files although they are not the ones of before (the tokenizer must be)."""
     run: Annotated[RunConfig, arg(name="")] = field(default_factory=RunConfig)
 
 
@@ -39,11 +41,20 @@ def main(argv: list[str], prog: str) -> int:
     config = args.run if begun else _resolved(args.run)
     from groundup.train import ConsoleProgress, train
 
-    result = train(config, args.out, resume=args.resume, progress=ConsoleProgress())
+    result = train(
+        config,
+        args.out,
+        resume=args.resume,
+        progress=ConsoleProgress(),
+        allow_changed_data=args.allow_changed_data,
+    )
     if result.interrupted:
-        return INTERRUPTED
+        return REQUEUE
     loss = "" if result.valid_loss is None else f", validation loss {result.valid_loss:.4f}"
-    print(f"{result.out}: {result.step:,} steps done{loss}")
+    best = ""
+    if result.best_step not in (None, result.step):
+        best = f", the best was {result.best_loss:.4f} at step {result.best_step:,}"
+    print(f"{result.out}: {result.step:,} steps done{loss}{best}")
     return 0
 
 

@@ -5,6 +5,7 @@ from math import ceil
 from typing import Literal
 
 from groundup.config.model import ModelConfig
+from groundup.config.optim import OptimConfig
 from groundup.errors import UserError
 
 
@@ -18,24 +19,11 @@ class DataConfig:
     """shuffled: each window once per epoch, in a keyed random order. random: uniformly random starts."""
 
 
-@dataclass(frozen=True)
-class OptimConfig:
-    """AdamW with a warm-up and a cosine decay."""
-
-    lr: float = 1e-3
-    """Peak learning rate."""
-    min_lr_ratio: float = 0.1
-    """The learning rate at the last step as a fraction of the peak."""
-    warmup_steps: int = 100
-    """Steps of linear warm-up."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's decay rates of the first and second moment."""
-    eps: float = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay, on every matrix (norm gains are not decayed)."""
-    grad_clip: float = 1.0
-    """Largest global L2 norm of the gradients; 0: no clipping."""
+_NOT_NEGATIVE = (
+    *("steps", "tokens", "eval_every", "eval_batches", "save_every", "keep_last", "keep_every"),
+    *("early_stopping", "min_delta", "max_skipped_steps", "spike_window", "spike_threshold", "peak_tflops"),
+)
+"""Numbers of the loop that may be 0 but not less."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +44,13 @@ class TrainConfig:
     """Seeds the initial weights and the order of the data."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto: cuda where there is one."""
-    precision: Literal["auto", "fp32", "bf16-mixed"] = "auto"
-    """bf16-mixed: fp32 weights, bf16 autocast. auto: bf16-mixed on a GPU that has it, else fp32."""
+    precision: Literal["auto", "fp32", "tf32", "bf16-mixed", "fp16-mixed", "bf16-pure"] = "auto"
+    """fp32, tf32: float32 throughout, products exact or in TF32. bf16-mixed, fp16-mixed: float32 weights, products in
+    half precision (fp16 with loss scaling). bf16-pure: bf16 weights. auto: bf16-mixed on a GPU that has it, else fp32."""
     compile: bool = False
     """Whether torch.compile compiles the model."""
+    compile_unit: Literal["auto", "model", "blocks"] = "auto"
+    """What is compiled at a time; auto: the model on one process, each block under data parallelism."""
     eval_every: int = 200
     """Steps between evaluations on the validation tokens (also after the last step); 0: never."""
     eval_batches: int = 20
@@ -68,12 +59,42 @@ class TrainConfig:
     """Steps between checkpoints (also after the last step); 0: only after the last step."""
     keep_last: int = 2
     """Newest checkpoints kept; 0: all."""
+    keep_every: int = 0
+    """Checkpoints of steps that this divides are kept for good, beside keep_last; 0: none."""
+    keep_best: bool = False
+    """Whether the checkpoint of the lowest validation loss is kept, as `best`; early stopping implies it."""
+    early_stopping: int = 0
+    """Evaluations without a better validation loss after which the run ends; 0: never."""
+    min_delta: float = 0.0
+    """Nats a token by which a validation loss must be lower to count as better."""
+    max_skipped_steps: int = 10
+    """Steps in a row that guards may skip; one more ends the run."""
+    spike_window: int = 128
+    """Steps whose losses say what a usual loss is."""
+    spike_threshold: float = 8.0
+    """A loss this many robust standard deviations above the window's median is flagged as a spike; 0: none is."""
+    skip_spikes: bool = False
+    """Whether a step whose loss is a spike leaves the weights as they are."""
+    deterministic: bool = False
+    """Deterministic algorithms only, no choice by timing: a compiled run on a GPU then repeats bit for bit, slower."""
+    peak_tflops: float = 0.0
+    """TFLOP/s that MFU is a share of; 0: the GPU's listed dense peak in the run's precision, on a CPU no MFU."""
+    sample_prompt: str = ""
+    """Text that the model continues after each evaluation, for people to watch; empty: none."""
+    sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where the rows of metrics.jsonl go as well; each needs its package."""
 
     def resolve(self, context_length: int, world_size: int = 1) -> "TrainConfig":
         """Fill in the missing batch size and the steps. Raises UserError with the nearest legal values."""
-        for name in ("steps", "tokens", "eval_every", "eval_batches", "save_every", "keep_last"):
-            if getattr(self, name) < 0:
+        for name in _NOT_NEGATIVE:
+            if not getattr(self, name) >= 0:
                 raise UserError(f"train.{name} is {getattr(self, name)}; it must not be negative")
+        if self.spike_threshold and self.spike_window < 8:
+            raise UserError(f"train.spike_window is {self.spike_window}; a median needs at least 8 steps")
+        if self.skip_spikes and not self.spike_threshold:
+            raise UserError("train.skip_spikes needs a train.spike_threshold above 0; nothing is a spike without one")
+        if (self.early_stopping or self.keep_best) and not self.eval_every:
+            raise UserError("train.early_stopping and train.keep_best need evaluations: set train.eval_every")
         if not 0 <= self.seed < 2**63:
             raise UserError(f"train.seed is {self.seed}; it must be in [0, 2^63)")
         config = replace(self, **_resolve_batch(self, world_size))
@@ -137,16 +158,5 @@ class RunConfig:
         """Every derived field filled in, everything checked. Raises UserError."""
         model = self.model.resolve(vocab_size)
         train = self.train.resolve(model.context_length, world_size)
-        _check_optim(self.optim)
-        return replace(self, model=model, train=train)
+        return replace(self, model=model, optim=self.optim.resolve(), train=train)
 
-
-def _check_optim(optim: OptimConfig) -> None:
-    if not optim.lr > 0:
-        raise UserError(f"optim.lr is {optim.lr}; it must be positive")
-    for name in ("min_lr_ratio", "warmup_steps", "eps", "weight_decay", "grad_clip"):
-        if not getattr(optim, name) >= 0:
-            raise UserError(f"optim.{name} is {getattr(optim, name)}; it must not be negative")
-    for beta in optim.betas:
-        if not 0 <= beta < 1:
-            raise UserError(f"optim.betas holds {beta}; each must be in [0, 1)")

@@ -1,10 +1,8 @@
-"""Reading `metrics.jsonl`, a run's local truth, into columns.
+"""The rows of `metrics.jsonl`, a run's local truth, as columns.
 
-A row with `loss` is an optimizer step, a row with `valid_loss` an evaluation. A run in progress may have written only
-part of its last line: that line is left out. Anything else that is not JSON is an error, never skipped.
+A row with `loss` is an optimizer step, a row with `valid_loss` an evaluation.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from groundup.errors import UserError
+from groundup.rows import read_rows
 
 Columns = dict[str, np.ndarray]
 """Field → float64 array over the rows, NaN where a row lacks the field; always holds `step`, increasing."""
@@ -66,41 +65,17 @@ def read_run(run: Path) -> RunLog:
         raise UserError(f"{run}: no such run directory")
     if not path.is_file():
         raise UserError(f"{run}: no metrics.jsonl in it; give the directory that `groundup train --out` wrote")
-    rows = _rows(path)
-    train = _columns(path, [row for row in rows if "loss" in row])
-    valid = _columns(path, [row for row in rows if "valid_loss" in row])
+    rows = read_rows(path)
+    train = _columns([row for row in rows if "loss" in row])
+    valid = _columns([row for row in rows if "valid_loss" in row])
     if not train["step"].size and not valid["step"].size:
         raise UserError(f"{path}: holds no finished step yet; train for at least one step first")
     return RunLog(run, train, valid)
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_bytes().split(b"\n")
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError("not an object")
-        except ValueError as error:
-            # A complete row ends in a newline, so what follows the last one is a row still being written.
-            if number == len(lines):
-                break
-            raise UserError(f"{path}: line {number} is not a JSON object; remove that line") from error
-        rows.append(row)
-    return rows
-
-
-def _columns(path: Path, rows: list[dict[str, Any]]) -> Columns:
+def _columns(rows: list[dict[str, Any]]) -> Columns:
     """Numeric fields of the rows as columns, in the order of their steps (a later row of the same step wins)."""
-    by_step: dict[float, dict[str, Any]] = {}
-    for row in rows:
-        step = _number(row.get("step"))
-        if not np.isfinite(step):
-            raise UserError(f'{path}: a row has no number "step"; every row of metrics.jsonl needs one')
-        by_step[step] = row
+    by_step = {row["step"]: row for row in rows}
     ordered = [by_step[step] for step in sorted(by_step)]
     names = {"step": None} | {name: None for row in ordered for name, value in row.items() if _is_number(value)}
     return {name: np.array([_number(row.get(name)) for row in ordered], dtype=np.float64) for name in names}

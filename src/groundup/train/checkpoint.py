@@ -1,5 +1,7 @@
 """Checkpoints on disk: checkpoints/step-NNNNNNNN/{model.safetensors, optimizer.safetensors, state.json}.
 
+checkpoints/best is a symbolic link to the one with the lowest validation loss, where a run keeps it.
+
 A checkpoint is written aside, flushed, and takes its name by one rename; state.json is written last and holds size and
 SHA-256 of the other two. So a name that looks like a checkpoint either is complete or was damaged later, and reading
 tells the two apart: what does not match is skipped with one line, and the newest complete one is taken. Tensors are
@@ -25,12 +27,15 @@ from safetensors.torch import save_file
 from torch import nn
 
 from groundup.errors import UserError
-from groundup.files import directory_written_aside
+from groundup.files import directory_written_aside, fsync_path
 from groundup.train.state import model_tensors, optimizer_tensors
 
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
+BEST = "best"
+MARGIN = 64 << 20
+"""Bytes that must stay free beside a new checkpoint: rows, logs, and the file system's own."""
 
 
 class IncompleteError(Exception):
@@ -123,16 +128,51 @@ def newest_complete(
     return None
 
 
-def prune_checkpoints(directory: Path, newest: int, keep_last: int) -> None:
+def mark_best(directory: Path, step: int) -> None:
+    """Let `best` lead to the checkpoint of `step`, atomically."""
+    aside = directory / f".{BEST}.{os.getpid()}.tmp"
+    aside.unlink(missing_ok=True)
+    os.symlink(checkpoint_path(directory, step).name, aside)
+    os.replace(aside, directory / BEST)
+    fsync_path(directory)
+
+
+def best_step(directory: Path) -> int | None:
+    """The step that `best` leads to; None where there is no such link."""
+    link = directory / BEST
+    match = re.fullmatch(r"step-(\d{8,})", os.readlink(link)) if link.is_symlink() else None
+    return int(match[1]) if match else None
+
+
+def lack_of_room(directory: Path, tensors: Iterable[torch.Tensor]) -> str | None:
+    """What to say when the disk has no room for a checkpoint of `tensors`; None when it has.
+
+    The older ones go only after the new one is whole, so room is needed for one more than the run keeps.
+    """
+    needed = sum(tensor.nbytes for tensor in tensors) + MARGIN
+    free = shutil.disk_usage(directory).free
+    if free >= needed:
+        return None
+    return f"{free / 1e9:.2f} GB are free at {directory} and a checkpoint needs {needed / 1e9:.2f} GB"
+
+
+def prune_checkpoints(directory: Path, newest: int, keep_last: int, keep_every: int = 0) -> None:
     """Delete all but the `keep_last` newest complete ones up to step `newest`; 0 keeps all.
 
-    Complete means here that all files have their sizes: reading them all for a checksum would cost too much. A damaged
-    directory goes too, unless it is of a later step: then the run, which skipped it, has yet to get there.
+    Those of steps that `keep_every` divides and the one that `best` leads to stay as well. Complete means here that all
+    files have their sizes: reading them all for a checksum would cost too much. A damaged directory goes too, unless
+    it is of a later step: then the run, which skipped it, has yet to get there.
     Each goes by a rename first, so that a kill in between leaves no half checkpoint under a checkpoint's name.
     """
-    paths = [checkpoint_path(directory, step) for step in checkpoint_steps(directory) if step <= newest]
-    kept = [path for path in paths if _has_its_sizes(path)][-keep_last:]
-    for path in [path for path in paths if path not in kept] if keep_last else []:
+    if not keep_last:
+        return
+    steps = [step for step in checkpoint_steps(directory) if step <= newest]
+    complete = [step for step in steps if _has_its_sizes(checkpoint_path(directory, step))]
+    kept = {*complete[-keep_last:], best_step(directory), *(s for s in complete if keep_every and s % keep_every == 0)}
+    for step in steps:
+        if step in kept:
+            continue
+        path = checkpoint_path(directory, step)
         going = path.with_name(f".{path.name}.{os.getpid()}.old")
         os.rename(path, going)
         shutil.rmtree(going)
@@ -152,6 +192,8 @@ def remove_leftovers(directory: Path) -> None:
         for path in directory.iterdir():
             if re.fullmatch(r"\.step-\d+\.\d+\.(tmp|old)", path.name):
                 shutil.rmtree(path)
+            elif re.fullmatch(rf"\.{BEST}\.\d+\.tmp", path.name):
+                path.unlink()
 
 
 def _size_and_checksum(path: Path) -> dict[str, Any]:

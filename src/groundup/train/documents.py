@@ -22,8 +22,7 @@ import torch
 from groundup.data import TokenData
 from groundup.data.sampler import gather
 from groundup.model import IGNORE, TransformerLM, cross_entropy
-from groundup.tokenizer import Tokenizer
-from groundup.train.evaluate import bits_per_byte
+from groundup.train.evaluate import bits_per_byte, token_bytes
 
 BEGINNING = 12
 """Tokens of a document that a report shows."""
@@ -96,21 +95,13 @@ def evaluate_documents(
             np.add.at(nats, owners, rows.double().cpu().numpy())
     finally:
         model.train(was_training)
-    sizes = text_bytes(data.valid, edges, tokenizer)
+    lengths = token_bytes(data)
+    sizes = np.array([lengths[data.valid[start:end]].sum() for start, end in pairwise(edges.tolist())])
     # The last token is <|endoftext|>, which is no part of the text.
     beginnings = [
         tokenizer.decode(data.valid[start : min(start + BEGINNING, end - 1)]) for start, end in pairwise(edges.tolist())
     ]
     return _summary(nats, np.diff(edges), sizes, beginnings)
-
-
-def text_bytes(tokens: np.ndarray, edges: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    """UTF-8 bytes of each document's text, int64. Tokens are bytes of the text, special ones have none of it."""
-    special = set(tokenizer.special_tokens.values())
-    lengths = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-    for number, token in tokenizer.vocab.items():
-        lengths[number] = 0 if number in special else len(token)
-    return np.array([lengths[tokens[start:end]].sum() for start, end in pairwise(edges.tolist())])
 
 
 def _batches(

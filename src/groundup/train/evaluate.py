@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,8 @@ class Evaluation:
     """Bits the model needs for a byte of the text. Comparable between tokenizers."""
     tokens: int
     """Predicted tokens."""
+    bytes: int
+    """UTF-8 bytes of the text that they stand for; special tokens are none of it."""
 
 
 def bits_per_byte(loss: float, bytes_per_token: float) -> float:
@@ -47,9 +51,9 @@ def evaluate(
 
     Every token but the first is predicted once, from at most context_length tokens before it. `batches` > 0 reads that
     many batches of `batch_size` windows, spread evenly over the file, the same ones each time. The mean is over tokens,
-    whatever batch they were in. Bits per byte is total nats / ln 2 / bytes, where the bytes of the predicted tokens are
-    counted as tokens · (bytes / tokens of the whole split): exact for the whole file but for its first token, a fair
-    estimate for a part of it. `before_batch` may raise to stop. The model is in eval mode meanwhile.
+    whatever batch they were in. Bits per byte is total nats / ln 2 / bytes of the predicted tokens' text, special
+    tokens not counted; NaN where there is no text. `before_batch` may raise to stop. The model is in eval mode
+    meanwhile.
     Raises UserError for fewer than two validation tokens, an id that the model has no row for, or `batches` < 0.
     """
     if batches < 0:
@@ -58,7 +62,8 @@ def evaluate(
     was_training = model.training
     model.eval()
     nats = torch.zeros((), dtype=torch.float64, device=device)
-    tokens = 0
+    tokens = size = 0
+    lengths = token_bytes(data)
     try:
         for inputs, targets in _batches(data.valid, model, batch_size, batches):
             before_batch()
@@ -66,12 +71,31 @@ def evaluate(
                 # n_valid 1: the sum over the batch. It stays on the device until the end.
                 loss = model(torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device), n_valid=1)
             nats += loss
-            tokens += int((targets != IGNORE).sum())
+            predicted = targets[targets != IGNORE]
+            tokens += len(predicted)
+            size += int(lengths[np.minimum(predicted, len(lengths) - 1)].sum())
     finally:
         model.train(was_training)
     loss = nats.item() / tokens
     perplexity = math.exp(loss) if loss < 700 else math.inf
-    return Evaluation(loss, perplexity, bits_per_byte(loss, data.bytes_per_token("valid")), tokens)
+    bits = bits_per_byte(loss, size / tokens) if size else math.nan
+    return Evaluation(loss, perplexity, bits, tokens, size)
+
+
+def token_bytes(data: TokenData) -> np.ndarray:
+    """int64 (vocab_size + 1,): bytes of text that each id stands for; 0 for special tokens and, last, foreign ids."""
+    return _token_bytes(data.directory, data.fingerprint)
+
+
+@lru_cache(maxsize=4)
+def _token_bytes(directory: Path, fingerprint: str) -> np.ndarray:
+    # Read once for all evaluations of a run; the fingerprint is part of the key only.
+    tokenizer = TokenData.open(directory).tokenizer()
+    special = set(tokenizer.special_tokens.values())
+    lengths = np.zeros(tokenizer.vocab_size + 1, dtype=np.int64)
+    for number, token in tokenizer.vocab.items():
+        lengths[number] = 0 if number in special else len(token)
+    return lengths
 
 
 def check_validation(data: TokenData) -> None:

@@ -4,28 +4,48 @@ A run is a pure function of its configuration and its token files: the weights s
 step from (train.seed, step), the learning rate from the step. So what a checkpoint holds (weights, optimizer state,
 step) is all a resumed run needs to go on bit for bit.
 
-The order of things after step k: its row is written; if k is due to be saved it is saved; only then it is evaluated,
-so that an evaluation that fails costs nothing.
+The order of things after step k: its row is written; if k is due to be saved it is saved; only then it is evaluated
+and a sample drawn, so that neither can cost anything: where the memory runs out in one of them, the run goes on. A
+checkpoint that the disk has no room for is put off, said, and tried again after every step; only the last one and the
+one at a signal end the run when they cannot be written.
 """
 
 import math
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from groundup.config import RunConfig
 from groundup.errors import UserError
-from groundup.optim import clip_grad_norm, cosine_lr
+from groundup.generate import generate_text
+from groundup.optim import clip_grad_norm, learning_rate, set_learning_rate
+from groundup.rows import Row
 from groundup.train.batches import Batch, prefetched
-from groundup.train.evaluate import evaluate
+from groundup.train.checkpoint import mark_best
+from groundup.train.deterministic import deterministic
+from groundup.train.early_stopping import BestLoss
+from groundup.train.evaluate import Evaluation, evaluate
+from groundup.train.guards import Guards, apply_unless, is_out_of_memory, to_skip
 from groundup.train.interrupt import Interrupt
 from groundup.train.job import Job, build, make_plan
-from groundup.train.metrics import MetricsLog, Row, StepRows
+from groundup.train.metrics import MetricsLog, StepRows
+from groundup.train.plausible import foreign_tokens, least_bits_per_byte
 from groundup.train.progress import Progress
-from groundup.train.resume import save, start
+from groundup.train.resume import lack_of_room_for, save, start
 from groundup.train.run_directory import RunDirectory, refuse_changes
+from groundup.train.sinks import Sinks
+from groundup.train.speed import flops_per_token, peak_flops
+
+T = TypeVar("T")
+
+SAMPLE_TOKENS = 64
+"""Tokens of a sample that is shown after an evaluation."""
 
 
 @dataclass(frozen=True)
@@ -39,34 +59,51 @@ class TrainResult:
     """Whether Ctrl-C or SIGTERM ended it; the step is saved."""
     valid_loss: float | None
     """The newest validation loss of the run, nats a token."""
+    stopped_early: bool = False
+    """Whether early stopping ended it."""
+    best_loss: float | None = None
+    """The lowest validation loss of the run, nats a token."""
+    best_step: int | None = None
 
 
-def training_step(job: Job, batch: Batch, lr: float) -> tuple[Tensor, Tensor]:
-    """One optimizer step; returns the loss (nats a token, mean over the global batch) and the gradient norm.
+def training_step(job: Job, batch: Batch, lr: float, loss_limit: float = math.inf) -> tuple[Tensor, Tensor, Tensor]:
+    """One optimizer step; returns the loss (nats a token, mean over the global batch), the gradient norm, and whether
+    the step was skipped (bool): its loss was above `loss_limit`, or the loss or a gradient was not finite.
 
     Each micro-batch divides its sum of losses by the valid tokens of the whole global batch, so losses and gradients
-    simply add up, and no mean of means is taken.
+    simply add up, over micro-batches and ranks, and no mean of means is taken. A skipped step changes neither weights
+    nor optimizer state, on any rank; guards.py says how that is decided without waiting for the device.
     """
     optimizer, train = job.optimizer, job.config.train
     total = torch.zeros((), device=job.device)
     for inputs, targets in batch.micro_batches(train.micro_batch_size, job.device):
         with job.autocast():
             loss = job.forward(inputs, targets, n_valid=batch.n_valid)
-        loss.backward()
+        job.scaler.scaled(loss).backward()
         total = total + loss.detach()
+    job.scaler.unscale(job.model.parameters())
     grad_norm = clip_grad_norm(job.model.parameters(), job.config.optim.grad_clip)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
+    total, unsound = job.world.sum(torch.stack([total, (~torch.isfinite(grad_norm)).to(total)]))
+    skip = to_skip(total, unsound, loss_limit)
+    job.scaler.update(unsound == 0)
+    set_learning_rate(optimizer, lr)
+    apply_unless(skip, optimizer)
     optimizer.zero_grad(set_to_none=True)
-    return total, grad_norm
+    return total, grad_norm, skip
 
 
-def train(config: RunConfig, out: Path, resume: bool = False, progress: Progress | None = None) -> TrainResult:
+def train(
+    config: RunConfig,
+    out: Path,
+    resume: bool = False,
+    progress: Progress | None = None,
+    allow_changed_data: bool = False,
+) -> TrainResult:
     """Train `config` into the run directory `out`, or go on with the run that is there.
 
     Fields that `config` leaves to be derived are; config.toml holds the result. With `resume` the saved configuration
-    is taken, which `config` must not contradict. run_directory.py describes what is written.
+    is taken, which `config` must not contradict. run_directory.py describes what is written. `allow_changed_data`: a
+    resume takes token files that are others than before.
     Raises UserError for everything a user can cause; checkpoints already written stay valid then.
     """
     run, progress = RunDirectory(out), progress or Progress()
@@ -78,14 +115,22 @@ def train(config: RunConfig, out: Path, resume: bool = False, progress: Progress
         saved = run.load_config()
         refuse_changes(saved, config, run.path)
         config = saved
-    job = build(config)
-    with run.locked(), progress:
+    with ExitStack() as stack:
+        stack.enter_context(deterministic(config.train.deterministic))
+        job = build(config)
+        stack.enter_context(run.locked())
+        stack.enter_context(progress)
         if not resume:
             run.refuse_second_run()  # another process may have made one since
-        step, rows = start(job, run, resume, progress.on_note)
+        guards, best = Guards(job.config.train), BestLoss(job.config.train.min_delta)
+        extra = {"guards": guards, "best": best, "scaler": job.scaler}
+        step, rows = start(job, run, resume, progress.on_note, extra, allow_changed_data)
+        best.replay(rows)
         progress.on_plan(make_plan(job, step))
-        with MetricsLog(run.metrics) as log, Interrupt() as interrupt:
-            return _Loop(job, run, log, progress, interrupt, step, rows).go()
+        sinks = stack.enter_context(Sinks(job.config, run, step, progress.on_note))
+        log = stack.enter_context(MetricsLog(run.metrics))
+        interrupt = stack.enter_context(Interrupt())
+        return _Loop(job, run, log, progress, sinks, interrupt, guards, best, step, rows).go()
 
 
 @dataclass
@@ -96,7 +141,10 @@ class _Loop:
     run: RunDirectory
     log: MetricsLog
     progress: Progress
+    sinks: Sinks
     interrupt: Interrupt
+    guards: Guards
+    best: BestLoss
     done: int
     """Optimizer steps done."""
     rows: list[Row]
@@ -104,8 +152,13 @@ class _Loop:
 
     def __post_init__(self) -> None:
         self.train = self.job.config.train
-        self.saved = self.done
+        self.saved = self.first = self.done
+        self.put_off = False
+        """Whether a checkpoint is due that the disk had no room for."""
         self.valid_losses = [row["valid_loss"] for row in self.rows if "valid_loss" in row]
+        self.least_bits = -1.0
+        """Fewest bits per byte that can be true; below 0: not measured yet."""
+        self.started = time.monotonic()
 
     def go(self) -> TrainResult:
         """Do the steps that are left, with their saves and evaluations."""
@@ -113,7 +166,7 @@ class _Loop:
             self._steps()
         except _Stop:
             if self.saved < self.done:
-                self._save()
+                self._save(required=True)
             self.progress.on_note(
                 f"interrupted: step {self.done} is saved; go on with: groundup train --out {self.run.path} --resume"
             )
@@ -121,26 +174,33 @@ class _Loop:
         return self._result(interrupted=False)
 
     def _steps(self) -> None:
-        train, optim = self.train, self.job.config.optim
+        train, optim, job = self.train, self.job.config.optim, self.job
+        if train.eval_every and (line := foreign_tokens(job.data)):
+            self.progress.on_note(line)
         if self._is_due(self.done, train.eval_every) and not self._is_evaluated(self.done):
             self._evaluate()  # the run was killed between saving and evaluating
-        rows = StepRows(self._write, self.job.tokens_per_step, self.job.device)
-        for step, batch in prefetched(self.job.read, self.done + 1, train.steps):
-            lr = cosine_lr(step, optim.lr, optim.lr * optim.min_lr_ratio, optim.warmup_steps, train.steps)
-            loss, grad_norm = training_step(self.job, batch, lr)
-            rows.put(step, lr, loss, grad_norm)
+        peak = peak_flops(job.config, job.device) * job.world.size
+        full_mfu = flops_per_token(job.config) / peak if peak else 0.0
+        rows = StepRows(self._write, job.tokens_per_step, job.device, full_mfu)
+        last = self.done if self._is_over() else train.steps
+        for step, batch in prefetched(job.read, self.done + 1, last):
+            lr = learning_rate(step, optim, train.steps)
+            rows.put(step, lr, *training_step(job, batch, lr, self.guards.device_limit(step)))
             self.done = step
-            stop = self.interrupt.requested
-            due_save = stop or step == train.steps or self._is_due(step, train.save_every)
+            stop = job.world.any(self.interrupt.requested)
+            due_save = stop or self.put_off or step == train.steps or self._is_due(step, train.save_every)
             due_eval = self._is_due(step, train.eval_every)
             if due_save or due_eval:
                 rows.flush()
             if due_save:
-                self._save()
+                self._save(required=stop or step == train.steps)
             if stop:
                 raise _Stop
             if due_eval:
                 self._evaluate()
+                if self._is_over():
+                    self._save(required=True)
+                    return
             if due_save or due_eval:
                 rows.restart_clock()
 
@@ -150,18 +210,80 @@ class _Loop:
     def _is_evaluated(self, step: int) -> bool:
         return any(row["step"] == step and "valid_loss" in row for row in self.rows)
 
-    def _write(self, row: Row) -> None:
-        self.log.write(row)
-        self.progress.on_step(row)
+    def _is_over(self) -> bool:
+        """Whether early stopping ends the run here, with a line that says so."""
+        if not self.train.early_stopping or self.best.waited < self.train.early_stopping:
+            return False
+        if self.done < self.train.steps:
+            self.progress.on_note(
+                f"stopped early at step {self.done:,}: {self.best.waited} evaluations were no better than "
+                f"{self.best.loss:.4f} at step {self.best.step:,}, which is kept as checkpoints/best"
+            )
+        return True
 
-    def _save(self) -> None:
+    def _write(self, row: Row) -> None:
+        """A step's row, once its numbers are known. Raises UserError when the guards give up."""
+        line = self.guards.observe(row)
+        per_step = (time.monotonic() - self.started) / (row["step"] - self.first)
+        row["eta_seconds"] = round(per_step * (self.train.steps - row["step"]))
+        self.log.write(row)
+        self.sinks.write(row)
+        self.progress.on_step(row)
+        if line:
+            self.progress.on_note(line)
+        self.guards.check(row["step"])
+
+    def _save(self, required: bool) -> None:
+        """Save the last step, or put that off where the disk has no room. Raises UserError if it is `required`."""
+        if self.saved == self.done:
+            return
+        lack = lack_of_room_for(self.job, self.run)
+        if self.job.world.any(lack is not None):
+            line = f"step {self.done} cannot be saved: {lack or 'another rank has no room'}"
+            if required:
+                raise UserError(f"{line}; the checkpoints before it are kept: free space, then go on with --resume")
+            if not self.put_off or self._is_due(self.done, self.train.save_every):
+                self.progress.on_note(f"{line}; tried again after every step")
+            self.put_off = True
+            return
         self.log.sync()  # a checkpoint must never be newer than its rows
-        save(self.job, self.run, self.done)
-        self.saved = self.done
+        save(self.job, self.run, self.done, {"guards": self.guards, "best": self.best})
+        self.saved, self.put_off = self.done, False
 
     def _evaluate(self) -> None:
         """Write the evaluation row of the last step done. Raises UserError when the loss is not finite."""
-        found = evaluate(
+        found = self._unless_out_of_memory("evaluation", self._validate)
+        if found is None:
+            return
+        if not math.isfinite(found.loss):
+            raise UserError(
+                f"step {self.done}: the validation loss is {found.loss}; the run stopped and its last checkpoint is "
+                "kept: try a lower optim.lr"
+            )
+        row: Row = {"step": self.done, "valid_loss": found.loss, "valid_bits_per_byte": found.bits_per_byte}
+        if self.least_bits < 0:
+            self.least_bits = least_bits_per_byte(self.job.data)
+        if found.bits_per_byte < self.least_bits:
+            row["suspicious"] = True
+            self.progress.on_note(
+                f"step {self.done:,}: {found.bits_per_byte:.4f} bits per byte are less than this text can be predicted "
+                f"with (a tenth of what xz needs is {self.least_bits:.4f}): is the validation text among the training "
+                "text, or were the tokens encoded by another tokenizer?"
+            )
+        if self.best.observe(self.done, found.loss) and (self.train.early_stopping or self.train.keep_best):
+            self._save(required=False)
+            if self.saved == self.done:
+                mark_best(self.run.checkpoints, self.done)
+        if self.train.sample_prompt:
+            row["sample"] = self._unless_out_of_memory("sampling", self._sample)
+        # Last, so that a run killed before it evaluates again and finds `best` as it left it.
+        self.log.write(row)
+        self.sinks.write(row)
+        self.progress.on_eval(row)
+        self.valid_losses.append(found.loss)
+
+    def _validate(self) -> Evaluation:
+        return evaluate(
             self.job.model,
             self.job.data,
             batch_size=self.train.micro_batch_size,
@@ -169,22 +291,49 @@ class _Loop:
             forward_context=self.job.autocast,
             before_batch=self._stop_if_asked,
         )
-        if not math.isfinite(found.loss):
-            raise UserError(
-                f"step {self.done}: the validation loss is {found.loss}; the run stopped and its last checkpoint is "
-                "kept: try a lower optim.lr"
-            )
-        row = {"step": self.done, "valid_loss": found.loss, "valid_bits_per_byte": found.bits_per_byte}
-        self.log.write(row)
-        self.progress.on_eval(row)
-        self.valid_losses.append(found.loss)
+
+    def _sample(self) -> str:
+        """train.sample_prompt and what follows; a function of weights and step that leaves torch's generators alone."""
+        prompt = self.train.sample_prompt
+        pieces = generate_text(
+            self.job.model,
+            self.job.data.tokenizer(),
+            prompt,
+            SAMPLE_TOKENS,
+            temperature=0.8,
+            top_p=0.95,
+            seed=self.done,
+        )
+        return prompt + "".join(pieces)
+
+    def _unless_out_of_memory(self, what: str, do: Callable[[], T]) -> T | None:
+        """The result of `do`; None, and a line, where it ran out of memory."""
+        try:
+            return do()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        # Here the traceback, and with it the tensors of the frames that failed, are gone.
+        if self.job.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.progress.on_note(f"step {self.done:,}: out of memory in the {what}, which is left out; the run goes on")
+        return None
 
     def _stop_if_asked(self) -> None:
-        if self.interrupt.requested:
+        if self.job.world.any(self.interrupt.requested):
             raise _Stop
 
     def _result(self, interrupted: bool) -> TrainResult:
-        return TrainResult(self.run.path, self.done, interrupted, self.valid_losses[-1] if self.valid_losses else None)
+        found = self.best.step > 0
+        return TrainResult(
+            self.run.path,
+            self.done,
+            interrupted,
+            self.valid_losses[-1] if self.valid_losses else None,
+            not interrupted and self.done < self.train.steps,
+            self.best.loss if found else None,
+            self.best.step if found else None,
+        )
 
 
 class _Stop(Exception):

@@ -1,8 +1,10 @@
-"""metrics.jsonl, the truth of a run: one JSON object a line.
+"""metrics.jsonl, the truth of a run: one JSON object a line, read by groundup.rows.
 
 A row of an optimizer step holds `step` (from 1), `loss` (nats a token, mean over all micro-batches of that step,
-unrounded), `lr`, `grad_norm` (before clipping), `tokens` (seen so far) and `tokens_per_second`; a row of an evaluation
-holds `step`, `valid_loss` and `valid_bits_per_byte`. Nothing is averaged over steps.
+unrounded), `lr`, `grad_norm` (before clipping), `tokens` (seen so far), `tokens_per_second`, `mfu` (where the device's
+peak is known), `memory_gib` (peak so far) and `eta_seconds`; `skipped` and `spike` are there, and true, where a guard
+says so (guards.py), and a loss or norm that is not finite is null. A row of an evaluation holds `step`, `valid_loss`,
+`valid_bits_per_byte`, and `sample` and `suspicious` where there is one. Nothing is averaged over steps.
 """
 
 import json
@@ -14,29 +16,14 @@ from contextlib import contextmanager
 from errno import ENOSPC
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from groundup.errors import UserError
 from groundup.files import write_atomic
-
-Row = dict[str, Any]
-
-
-def read_rows(path: Path) -> list[Row]:
-    """All rows; a last line torn by a kill is left out. Raises UserError for an unreadable line before it."""
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")
-    rows = []
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            raise UserError(f"{path}, line {number} is not a JSON row; remove that line and try again") from None
-    return rows
+from groundup.rows import Row, read_rows
+from groundup.train.speed import peak_memory_gib
 
 
 def cut_back(path: Path, step: int) -> list[Row]:
@@ -87,20 +74,21 @@ class StepRows:
     """Turns the numbers of each step into a row, without making a GPU wait.
 
     On a GPU loss and norm are copied in the background and read when the next step has been launched, so the host runs
-    one step ahead; `flush` reads the last one. A loss or norm that is not finite ends the run with a UserError before
-    its step can be saved.
+    one step ahead; `flush` reads the last one. `full_mfu`: the MFU of one token a second, 0 where nobody knows.
     """
 
-    def __init__(self, write: Callable[[Row], None], tokens_per_step: int, device: torch.device):
+    def __init__(self, write: Callable[[Row], None], tokens_per_step: int, device: torch.device, full_mfu: float = 0.0):
         self._write = write
         self._tokens_per_step = tokens_per_step
+        self._full_mfu = full_mfu
+        self._device = device
         self._late = device.type == "cuda"
         self._pending: tuple[int, float, Tensor, float | torch.cuda.Event] | None = None
         self._lap = self._now()
 
-    def put(self, step: int, lr: float, loss: Tensor, grad_norm: Tensor) -> None:
+    def put(self, step: int, lr: float, loss: Tensor, grad_norm: Tensor, skipped: Tensor) -> None:
         """Take the scalars of step `step`; write the row of the step before."""
-        values = torch.stack([loss, grad_norm.to(loss)]).double().to("cpu", non_blocking=True)
+        values = torch.stack([loss, grad_norm.to(loss), skipped.to(loss)]).double().to("cpu", non_blocking=True)
         previous, self._pending = self._pending, (step, lr, values, self._now())
         if previous is not None:
             self._finish(previous)
@@ -138,19 +126,19 @@ class StepRows:
     def _finish(self, pending: tuple[int, float, Tensor, float | torch.cuda.Event]) -> None:
         step, lr, values, end = pending
         seconds = self._seconds(end)
-        loss, grad_norm = values.tolist()
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise UserError(
-                f"step {step}: the loss is {loss} and the gradient norm {grad_norm}; the run stopped and its last "
-                f"checkpoint is kept: try a lower optim.lr, more optim.warmup_steps or a smaller optim.grad_clip"
-            )
-        self._write(
-            {
-                "step": step,
-                "loss": loss,
-                "lr": lr,
-                "grad_norm": grad_norm,
-                "tokens": step * self._tokens_per_step,
-                "tokens_per_second": self._tokens_per_step / max(seconds, 1e-9),
-            }
-        )
+        loss, grad_norm, skipped = values.tolist()
+        speed = self._tokens_per_step / max(seconds, 1e-9)
+        row = {
+            "step": step,
+            "loss": loss if math.isfinite(loss) else None,
+            "lr": lr,
+            "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
+            "tokens": step * self._tokens_per_step,
+            "tokens_per_second": speed,
+        }
+        if self._full_mfu:
+            row["mfu"] = speed * self._full_mfu
+        row["memory_gib"] = peak_memory_gib(self._device)
+        if skipped:
+            row["skipped"] = True
+        self._write(row)

@@ -1,47 +1,99 @@
-"""From a job to a checkpoint and back: what is saved beside the tensors, and what a resume insists on."""
+"""From a job to a checkpoint and back: what is saved beside the tensors, and what a resume insists on.
 
+The schedule is a function of the step and the data order one of (seed, step), so neither has a state. What has one
+besides weights and optimizer is `Stateful` and lies in state.json: guards, early stopping, a loss scaler.
+"""
+
+import hashlib
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from groundup import __version__
 from groundup.errors import UserError
-from groundup.train.checkpoint import MODEL, OPTIMIZER, Checkpoint, newest_complete, prune_checkpoints, save_checkpoint
+from groundup.rows import Row
+from groundup.train.checkpoint import (
+    MODEL,
+    OPTIMIZER,
+    Checkpoint,
+    lack_of_room,
+    newest_complete,
+    prune_checkpoints,
+    save_checkpoint,
+)
 from groundup.train.job import Job
-from groundup.train.metrics import Row, cut_back
+from groundup.train.metrics import cut_back
 from groundup.train.run_directory import RunDirectory, flat_fields, refuse_edits
-from groundup.train.state import load_model, load_optimizer, rng_state, set_rng_state
+from groundup.train.state import (
+    load_model,
+    load_optimizer,
+    model_tensors,
+    optimizer_tensors,
+    rng_state,
+    set_rng_state,
+)
 
 IMPORTED = "imported"
 """Key in the state.json of a checkpoint that has weights alone (exchange.py)."""
 
 
-def save(job: Job, run: RunDirectory, step: int) -> None:
-    """Write the checkpoint of `step`, then delete those that keep_last no longer covers."""
+EDGE = 1 << 16
+"""Ids at both ends of a token file that a resume compares."""
+
+
+class Stateful(Protocol):
+    """A part of a run with a small state, as JSON has it."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def lack_of_room_for(job: Job, run: RunDirectory) -> str | None:
+    """What to say when the disk has no room for a checkpoint of the job."""
+    run.checkpoints.mkdir(exist_ok=True)
+    tensors = [*model_tensors(job.model).values(), *optimizer_tensors(job.model, job.optimizer).values()]
+    return lack_of_room(run.checkpoints, tensors)
+
+
+def save(job: Job, run: RunDirectory, step: int, extra: Mapping[str, Stateful]) -> None:
+    """Write the checkpoint of `step`, the state of `extra` in it, then delete those that are no longer to be kept."""
     facts = {
         "tokens": step * job.tokens_per_step,
-        "rng": {str(job.world.rank): rng_state(job.device)},
+        "rng": {str(rank): state for rank, state in enumerate(job.world.gather(rng_state(job.device)))},
+        "extra": {name: part.state_dict() for name, part in extra.items()},
         "data": _identity(job),
         # Where the data lay is this machine's matter; what they were is `data`.
         "config": {name: value for name, value in flat_fields(job.config).items() if name != "data.path"},
         "versions": _versions(),
     }
     save_checkpoint(run.checkpoints, step, job.model, job.optimizer, facts)
-    prune_checkpoints(run.checkpoints, step, job.config.train.keep_last)
+    prune_checkpoints(run.checkpoints, step, job.config.train.keep_last, job.config.train.keep_every)
 
 
-def start(job: Job, run: RunDirectory, resume: bool, note: Callable[[str], None]) -> tuple[int, list[Row]]:
-    """Begin a run, or put back its newest complete checkpoint; returns the steps done and their rows."""
+def start(
+    job: Job,
+    run: RunDirectory,
+    resume: bool,
+    note: Callable[[str], None],
+    extra: Mapping[str, Stateful],
+    allow_changed_data: bool = False,
+) -> tuple[int, list[Row]]:
+    """Begin a run, or put back its newest complete checkpoint; returns the steps done and their rows.
+
+    `allow_changed_data`: go on with token files that are not the ones of before, if the tokenizer is.
+    """
     checkpoint = newest_complete(run.checkpoints, note) if resume else None
     if checkpoint is None:
         if resume:
             note(f"{run.path} has no complete checkpoint; starting at step 0")
         run.begin(job.config, Path(job.config.data.path) / "tokenizer.json")
         return 0, []
-    _restore(job, checkpoint, run, note)
+    _restore(job, checkpoint, run, note, extra, allow_changed_data)
     rows = cut_back(run.metrics, checkpoint.step)
     last = max((row["step"] for row in rows), default=0)
     if last < checkpoint.step:
@@ -49,7 +101,14 @@ def start(job: Job, run: RunDirectory, resume: bool, note: Callable[[str], None]
     return checkpoint.step, rows
 
 
-def _restore(job: Job, checkpoint: Checkpoint, run: RunDirectory, note: Callable[[str], None]) -> None:
+def _restore(
+    job: Job,
+    checkpoint: Checkpoint,
+    run: RunDirectory,
+    note: Callable[[str], None],
+    extra: Mapping[str, Stateful],
+    allow_changed_data: bool,
+) -> None:
     """Load a checkpoint into the job. Raises UserError when data, configuration or tensors are not its own."""
     state = checkpoint.state
     if state.get(IMPORTED):
@@ -57,15 +116,17 @@ def _restore(job: Job, checkpoint: Checkpoint, run: RunDirectory, note: Callable
             f"{run.path} was imported: it has weights, but no optimizer state to go on from; evaluate, generate, chat "
             "and export take it, training needs a new run with another --out"
         )
-    if state["data"] != _identity(job):
-        raise UserError(
-            f"the token files in {job.config.data.path} (data.path) have changed since {checkpoint.path} was saved; "
-            "put the old ones back, or start a new run with another --out"
-        )
+    _check_data(job, state["data"], checkpoint, run, note, allow_changed_data)
     refuse_edits(state["config"], job.config, run.path)
     load_model(job.model, checkpoint.path / MODEL)
     load_optimizer(job.model, job.optimizer, checkpoint.path / OPTIMIZER)
-    set_rng_state(state["rng"][str(job.world.rank)], job.device)
+    for name, part in extra.items():
+        if name in state.get("extra", {}):  # a checkpoint older than the part has none
+            part.load_state_dict(state["extra"][name])
+    if str(job.world.rank) in state["rng"]:
+        set_rng_state(state["rng"][str(job.world.rank)], job.device)
+    else:
+        note(f"the checkpoint has no random state of rank {job.world.rank}; it starts from train.seed")
     before = {"device": state["config"]["train.device"], **state["versions"]}
     now = {"device": job.config.train.device, **_versions()}
     moved = [f"{name} {before.get(name)} → {now[name]}" for name in now if before.get(name) != now[name]]
@@ -74,9 +135,31 @@ def _restore(job: Job, checkpoint: Checkpoint, run: RunDirectory, note: Callable
     note(f"going on from {checkpoint.path}")
 
 
+def _check_data(
+    job: Job, saved: dict[str, Any], checkpoint: Checkpoint, run: RunDirectory, note: Callable[[str], None], allow: bool
+) -> None:
+    """Raise UserError when the token files are not those of the checkpoint, and `allow` does not say that they may."""
+    now = _identity(job)
+    if all(now[name] == value for name, value in saved.items()):
+        return
+    path = job.config.data.path
+    if not allow:
+        raise UserError(
+            f"the token files in {path} (data.path) have changed since {checkpoint.path} was saved; put the old ones "
+            "back, add --allow-changed-data to go on with these, or start a new run with another --out"
+        )
+    job.data.check_tokenizer(run.load_tokenizer(), str(run.tokenizer))
+    note(f"the token files in {path} have changed since {checkpoint.path}; going on with these, as asked")
+
+
 def _identity(job: Job) -> dict[str, Any]:
-    """What must not change under a run."""
-    return {"digest": job.data.digest, "train_tokens": len(job.data.train), "valid_tokens": len(job.data.valid)}
+    """What must not change under a run: meta.json's digest, the sizes, and the ids at both ends of the files."""
+    edges = hashlib.sha256()
+    for tokens in (job.data.train, job.data.valid):
+        for part in (tokens[:EDGE], tokens[-EDGE:]):
+            edges.update(np.ascontiguousarray(part).data)
+    sizes = {"train_tokens": len(job.data.train), "valid_tokens": len(job.data.valid)}
+    return {"digest": job.data.digest, **sizes, "edges": edges.hexdigest()}
 
 
 def _versions() -> dict[str, str]:

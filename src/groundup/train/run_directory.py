@@ -18,7 +18,7 @@ from groundup.config import RunConfig, dump_toml, load_toml
 from groundup.errors import UserError
 from groundup.files import write_atomic
 from groundup.tokenizer import Tokenizer
-from groundup.train.checkpoint import remove_leftovers
+from groundup.train.checkpoint import BEST, remove_leftovers
 
 DERIVED = {
     "model.vocab_size": 0,
@@ -31,11 +31,18 @@ DERIVED = {
     "train.global_batch_size": 0,
     "train.device": "auto",
     "train.precision": "auto",
+    "train.compile_unit": "auto",
+    "optim.muon_lr": 0.0,
 }
 """Values that mean "derive it": on a resume they ask for nothing, so they contradict nothing."""
 
 HARMLESS = frozenset(
-    {"data.path", "train.device", "train.eval_every", "train.eval_batches", "train.save_every", "train.keep_last"}
+    {
+        "data.path",
+        *("train.device", "train.eval_every", "train.eval_batches", "train.save_every", "train.keep_last"),
+        *("train.keep_every", "train.keep_best", "train.early_stopping", "train.max_skipped_steps"),
+        *("train.peak_tflops", "train.sample_prompt", "train.sinks"),
+    }
 )
 """Fields a user may edit in a run's config.toml between two resumes: they do not change what is learnt."""
 
@@ -77,6 +84,7 @@ class RunDirectory:
         Damaged checkpoints stay until the run writes theirs again.
         """
         write_atomic(self.metrics, b"")
+        (self.checkpoints / BEST).unlink(missing_ok=True)
         write_atomic(self.tokenizer, tokenizer_json.read_bytes())
         write_atomic(self.config, dump_toml(config))
 
@@ -138,9 +146,10 @@ def refuse_changes(saved: RunConfig, given: RunConfig, out: Path) -> None:
 
 def refuse_edits(trained: dict[str, Any], config: RunConfig, out: Path) -> None:
     """Raise UserError when config.toml no longer says what the checkpoint was trained with (`trained`, flat)."""
+    trained = {**flat_fields(RunConfig()), **trained}  # a field that is newer than the checkpoint had its default
     for name, value in flat_fields(config).items():
-        if name not in HARMLESS and trained.get(name) != value:
+        if name not in HARMLESS and trained[name] != value:
             raise UserError(
                 f"{out / 'config.toml'} says {name} = {value!r}, but the checkpoint was trained with "
-                f"{trained.get(name)!r}; put it back, or start a new run with another --out"
+                f"{trained[name]!r}; put it back, or start a new run with another --out"
             )

@@ -1,0 +1,36 @@
+"""A process that computes the same bits each time, compiled and on a GPU too; its cost is in docs/training.md.
+
+Without it a compiled run on a GPU may differ in last bits from process to process: kernels are chosen by timing them,
+and sums in an order that is not fixed (atomics; the embedding's gradient is the one in a language model) are rounded
+as they come. With it torch takes an algorithm with a fixed order or refuses (the embedding's gradient is sorted by id
+first), cuBLAS gets a workspace of its own, and inductor takes no decision by the clock.
+"""
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def deterministic(enabled: bool) -> Generator[None]:
+    """Inside: deterministic algorithms only, if `enabled`. The settings before come back at the end.
+
+    Enter it before the first matrix product on a GPU: cuBLAS reads its workspace from the environment once.
+    """
+    if not enabled:
+        yield
+        return
+    import torch._inductor.config as inductor  # costs a second, which only such a run pays
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    cudnn = torch.backends.cudnn
+    before = torch.are_deterministic_algorithms_enabled(), cudnn.benchmark, inductor.deterministic
+    torch.use_deterministic_algorithms(True)
+    cudnn.benchmark, inductor.deterministic = False, True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        cudnn.benchmark, inductor.deterministic = before[1:]

@@ -1,0 +1,130 @@
+"""Copies of the rows for TensorBoard and Weights & Biases, as train.sinks asks. metrics.jsonl stays the truth.
+
+Their packages are imported only when asked for. A sink that fails in the middle of a run is dropped with one line: a
+dashboard must not end a training run. W&B runs offline unless WANDB_MODE says otherwise, because an unattended run must
+neither wait for a network nor ask for a login; `wandb sync` uploads it, during the run or later. On a resume both go on
+in the same place: TensorBoard hides what it had after the checkpoint's step, W&B resumes the run of the same id.
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from hashlib import sha256
+from importlib import import_module
+from types import TracebackType
+from typing import Any, Protocol
+
+from groundup.config import RunConfig
+from groundup.errors import UserError
+from groundup.rows import Row
+from groundup.train.run_directory import RunDirectory, flat_fields
+
+
+class Sink(Protocol):
+    """Takes the rows of metrics.jsonl."""
+
+    def write(self, row: Row) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Sinks:
+    """The sinks of a run, a context; `step` steps are done."""
+
+    def __init__(self, config: RunConfig, run: RunDirectory, step: int, note: Callable[[str], None]):
+        self._note = note
+        self._sinks: dict[str, Sink] = {name: KINDS[name](config, run, step) for name in config.train.sinks}
+
+    def write(self, row: Row) -> None:
+        """Give the row to every sink; one that fails gets no more."""
+        for name, sink in list(self._sinks.items()):
+            try:
+                sink.write(row)
+            except Exception as error:
+                self._drop(name, error)
+
+    def _drop(self, name: str, error: Exception) -> None:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        self._note(f"{name} gets no more rows: {reason}; metrics.jsonl has them all")
+        sink = self._sinks.pop(name)
+        with suppress(Exception):
+            sink.close()
+
+    def __enter__(self) -> "Sinks":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name, sink in list(self._sinks.items()):
+            try:
+                sink.close()
+            except Exception as failure:
+                self._drop(name, failure)
+
+
+class TensorBoard:
+    """Event files in RUN/tensorboard: one curve a field, by step."""
+
+    def __init__(self, config: RunConfig, run: RunDirectory, step: int):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise _missing("tensorboard") from None
+        self._writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=step + 1)
+        self._writer.add_text("config", "\n".join(f"    {k} = {v!r}" for k, v in flat_fields(config).items()), step)
+
+    def write(self, row: Row) -> None:
+        for name, value in _numbers(row).items():
+            self._writer.add_scalar(name, value, row["step"])
+        if row.get("sample"):
+            self._writer.add_text("sample", row["sample"], row["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of W&B in RUN/wandb, its id made from the run's path, its fields as metrics by step."""
+
+    def __init__(self, config: RunConfig, run: RunDirectory, step: int):
+        try:
+            wandb: Any = import_module("wandb")
+        except ImportError:
+            raise _missing("wandb") from None
+        path = run.path.resolve()
+        self._run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "groundup"),
+            name=path.name,
+            id=sha256(str(path).encode()).hexdigest()[:16],
+            resume="allow",
+            dir=str(path),
+            mode=os.environ.get("WANDB_MODE", "offline"),
+            config={name: value for name, value in flat_fields(config).items() if name != "data.path"},
+            settings=wandb.Settings(silent=True, disable_git=True, x_disable_meta=True),
+        )
+        # A step of a row is a field: W&B's own counter only grows, and an evaluation comes after its step's row.
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, row: Row) -> None:
+        self._run.log({"step": row["step"], **_numbers(row)})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+KINDS: dict[str, Callable[[RunConfig, RunDirectory, int], Sink]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+}
+
+
+def _numbers(row: Row) -> dict[str, float]:
+    """What a curve can show of a row; flags as 1."""
+    return {name: float(value) for name, value in row.items() if isinstance(value, (int, float)) and name != "step"}
+
+
+def _missing(package: str) -> UserError:
+    return UserError(
+        f"train.sinks asks for {package}, which is not installed; `pip install {package}`, or leave it out"
+    )

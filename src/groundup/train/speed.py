@@ -1,0 +1,64 @@
+"""How well a run uses its device: model FLOPs utilisation (Chowdhery et al. 2022, appendix B) and peak memory.
+
+MFU = tokens a second · FLOPs a token / peak. The FLOPs are the account's: forward and backward of every matrix product,
+attention as a causal kernel executes it, nothing for the recompute of activation checkpointing. The peak is the one the
+maker lists, dense and in the run's precision, or train.peak_tflops.
+"""
+
+import re
+import resource
+import sys
+
+import torch
+
+from groundup.account import GPUS
+from groundup.account.flops import flops
+from groundup.config import RunConfig
+
+_MARKS = {
+    "h200": "h200",
+    "h100 pcie": "h100-pcie",
+    "h100": "h100-sxm",
+    "a100-sxm4-80gb": "a100-sxm-80gb",
+    "a100-sxm4-40gb": "a100-sxm-40gb",
+    "a100 80gb pcie": "a100-pcie-80gb",
+    "b200": "b200",
+    "l40s": "l40s",
+    "l4": "l4",
+    "a10": "a10",
+    "rtx 5090": "rtx-5090",
+    "rtx 4090": "rtx-4090",
+    "rtx 3090": "rtx-3090",
+}
+"""Whole words in the driver's name of a device → its row in account/hardware.py; the first match counts."""
+
+
+def flops_per_token(config: RunConfig) -> float:
+    """FLOPs of one trained token, forward and backward."""
+    return flops(config.model, 1, config.model.context_length, attention="flash")["per_token"]
+
+
+def listed_tflops(device_name: str, precision: str) -> float:
+    """The listed dense peak of a GPU that the driver calls `device_name`, in TFLOP/s; 0 for one not in the table."""
+    words = re.sub(r"\s+", " ", device_name.lower())
+    for mark, name in _MARKS.items():
+        if re.search(rf"(?<![a-z0-9]){re.escape(mark)}(?![a-z0-9])", words):
+            return GPUS[name].matmul_tflops(precision)
+    return 0.0
+
+
+def peak_flops(config: RunConfig, device: torch.device) -> float:
+    """FLOP/s that one device could do at best; 0 where nobody says."""
+    if config.train.peak_tflops:
+        return config.train.peak_tflops * 1e12
+    if device.type != "cuda":
+        return 0.0
+    return listed_tflops(torch.cuda.get_device_name(device), config.train.precision) * 1e12
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory that tensors took on a GPU so far, or that the process took where there is none, in GiB (2**30)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
