@@ -2,13 +2,12 @@
 
 import io
 import math
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
-from tiny_runs import Recorder, tiny_config, write_tokens
+from tiny_runs import Crash, Recorder, crash, read_metrics, tiny_config, write_tokens
 
 from groundup.train import ConsoleProgress, train
 
@@ -55,15 +54,57 @@ def test_bits_per_byte_of_the_line(tokens: Path, tmp_path: Path):
 def test_the_eta_of_a_resumed_run_counts_the_steps_done_here(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    watcher, clock = Recorder(), SimpleNamespace(now=100.0)
-    train(tiny_config(tokens, eval_every=0), tmp_path / "run", progress=watcher)
+    clock = SimpleNamespace(now=100.0)
+    config = tiny_config(tokens, eval_every=0)
+    with pytest.raises(Crash):
+        train(config, tmp_path / "run", progress=Recorder({6: crash}))
     monkeypatch.setattr("time.monotonic", lambda: clock.now)
-    output, text = console(terminal=False)
-    progress = ConsoleProgress(output)
-    progress.on_plan(replace(watcher.plans[0], first_step=7))
-    clock.now += 30
-    progress.on_step({"step": 9, "loss": 1.0, "tokens_per_second": 1.0})  # three steps in 30 s, three to go
-    assert text.getvalue().rstrip().endswith("ETA 0:00:30")
+
+    def tick() -> None:
+        clock.now += 10
+
+    # Steps 4 to 12 are left; each row is written before the clock ticks, so step k has seen k - 4 ticks.
+    train(config, tmp_path / "run", resume=True, progress=Recorder(dict.fromkeys(range(4, 13), tick)))
+    row = read_metrics(tmp_path / "run", timeless=False)[8]
+    assert (row["step"], row["eta_seconds"]) == (9, round(5 * 10 / 6 * 3))
+
+
+ROW = {
+    "step": 1200,
+    "loss": 2.5,
+    "lr": 1e-3,
+    "grad_norm": 0.512,
+    "tokens_per_second": 1234567.0,
+    "mfu": 0.4512,
+    "memory_gib": 12.345,
+    "eta_seconds": 3723,
+}
+
+
+def line(row: dict, tokens: Path, tmp_path: Path, width: int | None = None) -> str:
+    watcher = Recorder()
+    train(tiny_config(tokens, steps=1, eval_every=0), tmp_path / "run", progress=watcher)
+    return ConsoleProgress(console(terminal=False)[0])._line(watcher.plans[0], row, width)
+
+
+def test_every_number_of_the_status_line(tokens: Path, tmp_path: Path):
+    assert line(ROW, tokens, tmp_path) == (
+        "step 1,200/1 · loss 2.5000 · 3.608 bits/byte · lr 1.00e-03 · grad 0.512 · 1,234,567 tokens/s · MFU 45.1% · "
+        "12.35 GiB · ETA 1:02:03"
+    )
+
+
+def test_a_narrow_terminal_keeps_what_matters_most(tokens: Path, tmp_path: Path):
+    text = line(ROW, tokens, tmp_path, width=80)
+    assert len(text) <= 80
+    for part in ("step 1,200/1", "loss 2.5000", "1,234,567 tokens/s", "MFU 45.1%", "ETA 1:02:03"):
+        assert part in text
+
+
+def test_a_skipped_step_and_a_spike_are_seen(tokens: Path, tmp_path: Path):
+    skipped = {**ROW, "loss": None, "grad_norm": None, "skipped": True}
+    assert "loss not finite · skipped · lr" in line(skipped, tokens, tmp_path)
+    assert "loss 2.5000 (spike)" in line({**ROW, "spike": True}, tokens, tmp_path / "b")
 
 
 def test_one_live_line_on_a_terminal(tokens: Path, tmp_path: Path):

@@ -10,6 +10,7 @@ from tyro.conf import Positional, arg
 
 from groundup.cli.output import note
 from groundup.cli.parse import parse
+from groundup.cli.run_config import Step
 from groundup.errors import UserError
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ class Args:
     """Most tokens of an answer."""
     seed: int = 0
     """Seeds the sampling; the same seed and lines give the same conversation."""
-    step: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the newest)")] = None
-    """Checkpoint to use."""
+    step: Step = None
+    """Checkpoint to use; best: the one of the lowest validation loss, where the run keeps it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto: cuda where there is one."""
 

@@ -8,6 +8,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from groundup.cli.output import show
 from groundup.cli.parse import parse
+from groundup.cli.run_config import Step
 from groundup.errors import UserError
 
 WORST = 5
@@ -20,8 +21,8 @@ class Args:
 
     run: Annotated[Path, Positional, arg(metavar="RUN")]
     """Run directory."""
-    step: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the newest)")] = None
-    """Checkpoint to use."""
+    step: Step = None
+    """Checkpoint to use; best: the one of the lowest validation loss, where the run keeps it."""
     data: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: the run's own)")] = None
     """Token directory made with the run's tokenizer; its validation tokens are read."""
     batches: int = 0
@@ -46,7 +47,7 @@ def main(argv: list[str], prog: str) -> int:
         "loss": f"{found.loss:.4f} nats per token",
         "perplexity": f"{found.perplexity:.2f}",
         "bits per byte": f"{found.bits_per_byte:.4f}",
-        "tokens": f"{found.tokens:,}",
+        "tokens": f"{found.tokens:,}, {found.bytes:,} bytes of text",
     }
     show({"step": step, **asdict(found)}, rows, args.json)
     return 0

@@ -7,6 +7,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from groundup.cli.parse import parse
+from groundup.cli.run_config import Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +19,8 @@ class Args:
     """Run directory."""
     out: Annotated[Path, arg(metavar="DIR")]
     """Directory to write; an earlier export is replaced, anything else is left alone."""
-    step: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the newest)")] = None
-    """Checkpoint to use."""
+    step: Step = None
+    """Checkpoint to use; best: the one of the lowest validation loss, where the run keeps it."""
 
 
 def main(argv: list[str], prog: str) -> int:

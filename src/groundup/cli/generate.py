@@ -9,6 +9,7 @@ from tyro.conf import Positional, arg
 
 from groundup.cli.output import check_utf8, note
 from groundup.cli.parse import parse
+from groundup.cli.run_config import Step
 from groundup.errors import UserError
 from groundup.files import write_atomic
 
@@ -38,8 +39,8 @@ class Args:
     """Sample among the tokens that have at least this part of the likeliest one's probability; 0: all."""
     seed: int = 0
     """Seeds the sampling; the same seed gives the same text."""
-    step: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: the newest)")] = None
-    """Checkpoint to use."""
+    step: Step = None
+    """Checkpoint to use; best: the one of the lowest validation loss, where the run keeps it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto: cuda where there is one."""
 

@@ -3,11 +3,16 @@
 import tomllib
 from dataclasses import is_dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
+
+from tyro.conf import arg
 
 from groundup.config import RunConfig, load_toml, size
 
 T = TypeVar("T")
+
+Step = Annotated[int | Literal["best"] | None, arg(metavar="INT|best", help_behavior_hint="(default: the newest)")]
+"""The option --step of commands that read a checkpoint; best: the lowest validation loss, where the run keeps it."""
 
 
 def layered(base: RunConfig, size_name: str = "", config_path: Path | None = None) -> RunConfig:

@@ -43,7 +43,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 EXPORTED = frozenset({CONFIG, GENERATION, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG})
 
 
-def export_run(out: Path, directory: Path, step: int | None = None) -> int:
+def export_run(out: Path, directory: Path, step: int | str | None = None) -> int:
     """Write a checkpoint of the run `out` in Hugging Face's format; returns its step. step None: the newest complete.
 
     `directory` appears whole; an earlier export there is replaced. Raises UserError when it holds anything else, or

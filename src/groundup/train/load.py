@@ -13,15 +13,17 @@ from groundup.errors import UserError
 from groundup.model import TransformerLM
 from groundup.tokenizer import Tokenizer
 from groundup.train.checkpoint import (
+    BEST,
     MODEL,
     Checkpoint,
     IncompleteError,
+    best_step,
     checkpoint_path,
     checkpoint_steps,
     newest_complete,
     read_checkpoint,
 )
-from groundup.train.device import autocast, choose_device, choose_precision, set_matmul_precision
+from groundup.train.device import autocast, cast_weights, choose_device, choose_precision, set_matmul_precision
 from groundup.train.documents import DocumentEvaluation, evaluate_documents
 from groundup.train.evaluate import Evaluation, check_validation, evaluate
 from groundup.train.run_directory import RunDirectory
@@ -33,11 +35,12 @@ def _to_stderr(line: str) -> None:
 
 
 def load_run(
-    out: Path, step: int | None = None, device: str | None = None, note: Callable[[str], None] = _to_stderr
+    out: Path, step: int | str | None = None, device: str | None = None, note: Callable[[str], None] = _to_stderr
 ) -> tuple[TransformerLM, Tokenizer, RunConfig, int]:
     """(model in eval mode on the device, tokenizer, configuration, step) of a run's checkpoint.
 
-    step None: the newest complete one; damaged newer ones are skipped with a line to `note`. device None: a GPU where
+    step None: the newest complete one; damaged newer ones are skipped with a line to `note`. "best": the one of the
+    lowest validation loss, where the run keeps it. device None: a GPU where
     there is one. Needs the run's directory only. Raises UserError when there is no run or no such checkpoint.
     """
     run = RunDirectory(out)
@@ -51,7 +54,7 @@ def load_run(
 
 def evaluate_run(
     out: Path,
-    step: int | None = None,
+    step: int | str | None = None,
     device: str | None = None,
     data: Path | None = None,
     batches: int = 0,
@@ -70,7 +73,7 @@ def evaluate_run(
 
 def evaluate_run_documents(
     out: Path,
-    step: int | None = None,
+    step: int | str | None = None,
     device: str | None = None,
     data: Path | None = None,
     note: Callable[[str], None] = _to_stderr,
@@ -82,7 +85,7 @@ def evaluate_run_documents(
 
 
 def _to_evaluate(
-    out: Path, step: int | None, device: str | None, data: Path | None, note: Callable[[str], None]
+    out: Path, step: int | str | None, device: str | None, data: Path | None, note: Callable[[str], None]
 ) -> tuple[TransformerLM, TokenData, RunConfig, int, Callable[[], AbstractContextManager[Any]]]:
     """A run's model, the checked tokens, and the context of a forward pass; sets the policy for float32 products."""
     model, tokenizer, config, step = load_run(out, step, device, note)
@@ -98,10 +101,11 @@ def _to_evaluate(
     where = next(model.parameters()).device
     precision = choose_precision(config.train.precision if where.type == config.train.device else "auto", where)
     set_matmul_precision(precision)
+    cast_weights(model, precision)
     return model, tokens, config, step, partial(autocast, where, precision)
 
 
-def _find(run: RunDirectory, step: int | None, note: Callable[[str], None]) -> Checkpoint:
+def _find(run: RunDirectory, step: int | str | None, note: Callable[[str], None]) -> Checkpoint:
     """The checkpoint asked for; only the model's file is read for its checksum."""
     steps = checkpoint_steps(run.checkpoints)
     if step is None:
@@ -109,6 +113,10 @@ def _find(run: RunDirectory, step: int | None, note: Callable[[str], None]) -> C
         if newest is None:
             raise UserError(f"{run.path} has no complete checkpoint yet; train it first, or go on with --resume")
         return newest
+    if step == BEST:
+        step = best_step(run.checkpoints)
+        if step is None:
+            raise UserError(f"{run.path} keeps no best checkpoint; train with --train.keep-best, or give a step")
     if step not in steps:
         has = ", ".join(map(str, steps)) or "none"
         raise UserError(f"{run.path} has no checkpoint of step {step}; it has: {has}")

@@ -1,10 +1,10 @@
 """What a run tells its watcher, and the watcher that shows it to a person.
 
 `Progress` is the protocol: train() calls its methods, each of which does nothing here. `ConsoleProgress` draws one live
-line on a terminal; without a terminal (a log file, a batch job) it prints about twenty plain lines a run.
+line on a terminal, without what a narrow one has no room for; without a terminal (a log file, a batch job) it prints
+about twenty plain lines a run.
 """
 
-import time
 from types import TracebackType
 from typing import Any
 
@@ -43,13 +43,12 @@ class Progress:
 
 
 class ConsoleProgress(Progress):
-    """step · loss · bits per byte · tokens/s · ETA, on `console` (standard output where none is given)."""
+    """The numbers of the newest row on `console` (standard output where none is given)."""
 
     def __init__(self, console: Console | None = None):
         self.console = console or Console(highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._plan: Plan | None = None
-        self._started = time.monotonic()
         self._valid = ""
 
     def __exit__(
@@ -61,7 +60,6 @@ class ConsoleProgress(Progress):
 
     def on_plan(self, plan: Plan) -> None:
         self._plan = plan
-        self._started = time.monotonic()
         for line in plan.lines():
             self._print(line)
         if self.console.is_terminal:
@@ -74,7 +72,8 @@ class ConsoleProgress(Progress):
     def on_step(self, row: dict[str, Any]) -> None:
         assert self._plan is not None
         if self._live is not None:
-            self._live.update(Text(self._line(self._plan, row), overflow="ellipsis", no_wrap=True))
+            line = self._line(self._plan, row, self.console.width)
+            self._live.update(Text(line, overflow="ellipsis", no_wrap=True))
             return
         steps = self._plan.config.train.steps
         every = max(1, steps // PLAIN_LINES)
@@ -82,26 +81,43 @@ class ConsoleProgress(Progress):
             self._print(self._line(self._plan, row))
 
     def on_eval(self, row: dict[str, Any]) -> None:
-        self._valid = f" · valid {row['valid_loss']:.4f}"
+        self._valid = f"valid {row['valid_loss']:.4f}"
         self._print(
             f"step {row['step']:,}: validation loss {row['valid_loss']:.4f}, "
             f"{row['valid_bits_per_byte']:.4f} bits per byte"
         )
+        if row.get("sample"):
+            self._print(f"sample: {' '.join(row['sample'].split())}")
 
-    def _line(self, plan: Plan, row: dict[str, Any]) -> str:
-        """One status line, short enough for 100 columns."""
-        bits = bits_per_byte(row["loss"], plan.train_bytes_per_token)
-        valid = self._valid if self._live is not None else ""
-        return (
-            f"step {row['step']:,}/{plan.config.train.steps:,} · loss {row['loss']:.4f} · {bits:.3f} bits/byte{valid}"
-            f" · {row['tokens_per_second']:,.0f} tokens/s · ETA {self._eta(plan, row['step'])}"
-        )
-
-    def _eta(self, plan: Plan, step: int) -> str:
-        """Steps left × the mean time of the steps done here, evaluations and saves included."""
-        done = step - plan.first_step + 1
-        seconds = round((time.monotonic() - self._started) / done * (plan.config.train.steps - step))
-        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+    def _line(self, plan: Plan, row: dict[str, Any], width: int | None = None) -> str:
+        """The status line; with a `width`, without its least important parts where it would be longer."""
+        loss, norm = row["loss"], row["grad_norm"]
+        bits = "" if loss is None else f"{bits_per_byte(loss, plan.train_bytes_per_token):.3f} bits/byte"
+        parts = {
+            "step": f"step {row['step']:,}/{plan.config.train.steps:,}",
+            "loss": "loss not finite" if loss is None else f"loss {loss:.4f}{' (spike)' if row.get('spike') else ''}",
+            "bits": bits,
+            "valid": self._valid if self._live is not None else "",
+            "skipped": "skipped" if row.get("skipped") else "",
+            "lr": f"lr {row['lr']:.2e}",
+            "norm": "" if norm is None else f"grad {norm:.3g}",
+            "speed": f"{row['tokens_per_second']:,.0f} tokens/s",
+            "mfu": f"MFU {row['mfu']:.1%}" if "mfu" in row else "",
+            "memory": f"{row['memory_gib']:.2f} GiB",
+            "eta": f"ETA {_clock(row['eta_seconds'])}",
+        }
+        for name in ("", "bits", "memory", "norm", "lr", "valid", "mfu"):
+            parts.pop(name, None)
+            line = " · ".join(part for part in parts.values() if part)
+            if width is None or len(line) <= width:
+                break
+        return line
 
     def _print(self, line: str) -> None:
         self.console.print(Text(line))
+
+
+def _clock(seconds: float) -> str:
+    """1:02:03"""
+    seconds = round(seconds)
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
