@@ -33,10 +33,12 @@ LEAST_DEVIATION = 1e-3
 """Of the median: a window of (nearly) equal losses must not make a spike of each rounding error."""
 
 
-def to_skip(loss: Tensor, grad_norm: Tensor, limit: float) -> Tensor:
-    """Whether a step must not be applied: a bool scalar on the device of `loss`. `limit` inf: finite losses pass."""
-    sound = torch.isfinite(loss) & torch.isfinite(grad_norm).to(loss.device)
-    return ~(sound & (loss <= limit))
+def to_skip(loss: Tensor, unsound: Tensor, limit: float) -> Tensor:
+    """Whether a step must not be applied: a bool scalar on the device of `loss` (the global one).
+
+    unsound: how many ranks found a gradient that is not finite. limit inf: every finite loss passes.
+    """
+    return ~(torch.isfinite(loss) & (unsound == 0) & (loss <= limit))
 
 
 def apply_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:

@@ -37,7 +37,7 @@ from groundup.train.job import Job, build, make_plan
 from groundup.train.metrics import MetricsLog, StepRows
 from groundup.train.plausible import foreign_tokens, least_bits_per_byte
 from groundup.train.progress import Progress
-from groundup.train.resume import lack_of_room_for, save, start
+from groundup.train.resume import Stateful, lack_of_room_for, save, start
 from groundup.train.run_directory import RunDirectory, refuse_changes
 from groundup.train.sinks import Sinks
 from groundup.train.speed import flops_per_token, peak_flops
@@ -123,14 +123,14 @@ def train(
         if not resume:
             run.refuse_second_run()  # another process may have made one since
         guards, best = Guards(job.config.train), BestLoss(job.config.train.min_delta)
-        extra = {"guards": guards, "best": best, "scaler": job.scaler}
+        extra: dict[str, Stateful] = {"guards": guards, "best": best, "scaler": job.scaler}
         step, rows = start(job, run, resume, progress.on_note, extra, allow_changed_data)
         best.replay(rows)
         progress.on_plan(make_plan(job, step))
         sinks = stack.enter_context(Sinks(job.config, run, step, progress.on_note))
         log = stack.enter_context(MetricsLog(run.metrics))
         interrupt = stack.enter_context(Interrupt())
-        return _Loop(job, run, log, progress, sinks, interrupt, guards, best, step, rows).go()
+        return _Loop(job, run, log, progress, sinks, interrupt, guards, best, extra, step, rows).go()
 
 
 @dataclass
@@ -145,6 +145,8 @@ class _Loop:
     interrupt: Interrupt
     guards: Guards
     best: BestLoss
+    extra: dict[str, Stateful]
+    """What a checkpoint holds beside weights, optimizer state and random numbers."""
     done: int
     """Optimizer steps done."""
     rows: list[Row]
@@ -247,7 +249,7 @@ class _Loop:
             self.put_off = True
             return
         self.log.sync()  # a checkpoint must never be newer than its rows
-        save(self.job, self.run, self.done, {"guards": self.guards, "best": self.best})
+        save(self.job, self.run, self.done, self.extra)
         self.saved, self.put_off = self.done, False
 
     def _evaluate(self) -> None:
