@@ -3,12 +3,14 @@
 Decay comes before the step, as in PyTorch; state a parameter: `step` (int), `exp_avg`, `exp_avg_sq` (as the parameter).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from math import sqrt
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from groundup.optim.base import Optimizer
 
 
 def adamw_update(
@@ -55,8 +57,8 @@ def adamw_update_many(
     torch._foreach_addcdiv_(p, exp_avg, root, value=-lr / (1 - beta1**step))
 
 
-class AdamW(torch.optim.Optimizer):
-    """AdamW over parameters or parameter groups; equal to torch.optim.AdamW."""
+class AdamW(Optimizer):
+    """AdamW over parameters or parameter groups; equal to torch.optim.AdamW. bf16 parameters: see base.py."""
 
     def __init__(
         self,
@@ -65,51 +67,35 @@ class AdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
+        *,
+        master_weights: bool = True,
+        seed: int = 0,
     ):
-        if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(
-                f"lr {lr}, eps {eps} and weight_decay {weight_decay} must not be negative, betas {betas} in [0, 1)"
-            )
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        check_settings(lr, betas, eps, weight_decay)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, master_weights, seed)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step for every parameter that has a gradient; returns the closure's loss, if one is given."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            settings = (group["lr"], group["betas"], group["eps"], group["weight_decay"])
-            for step, params in self._by_step(group["params"]).items():
-                self._update(params, step, settings)
-        return loss
+    def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
 
-    def _by_step(self, params: list[Tensor]) -> dict[int, list[Tensor]]:
-        """Count the step of every parameter with a gradient; parameters that joined later are at another number."""
-        groups: dict[int, list[Tensor]] = {}
-        for p in params:
-            if p.grad is None:
-                continue
-            state = self.state[p]
-            if not state:
-                state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-            state["step"] += 1
-            groups.setdefault(int(state["step"]), []).append(p)
-        return groups
-
-    def _update(self, params: list[Tensor], step: int, settings: tuple) -> None:
-        tensors = [(p, cast(Tensor, p.grad), self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]) for p in params]
-        if params[0].is_cuda:
-            p, grad, exp_avg, exp_avg_sq = (list(column) for column in zip(*tensors, strict=True))
-            adamw_update_many(p, grad, exp_avg, exp_avg_sq, step, *settings)
-        else:
-            for p, grad, exp_avg, exp_avg_sq in tensors:
-                adamw_update(p, grad, exp_avg, exp_avg_sq, step, *settings)
+    def update(self, columns: list[list[Tensor]], step: int, group: dict[str, Any]) -> None:
+        adamw_step(columns, step, group)
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay, vectors (norm gains) do not: decay would pull a gain from 1 to 0."""
-    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+def adamw_step(columns: list[list[Tensor]], step: int, group: dict[str, Any]) -> None:
+    """Step `step` of a group: columns are weights, gradients, exp_avg, exp_avg_sq. The back-end is chosen here."""
+    settings = (group["lr"], group["betas"], group["eps"], group["weight_decay"])
+    p, grad, exp_avg, exp_avg_sq = columns
+    if p[0].is_cuda:
+        adamw_update_many(p, grad, exp_avg, exp_avg_sq, step, *settings)
+        return
+    for tensors in zip(p, grad, exp_avg, exp_avg_sq, strict=True):
+        adamw_update(*tensors, step, *settings)
+
+
+def check_settings(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """Raise ValueError for settings that AdamW cannot have."""
+    if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(
+            f"lr {lr}, eps {eps} and weight_decay {weight_decay} must not be negative, betas {betas} in [0, 1)"
+        )

@@ -1,13 +1,20 @@
 """Where a run computes and in which precision; what is applied to the model from outside.
 
-Policy for float32 matrix products: `fp32` means fp32, TF32 stays off. In `bf16-mixed` the weights, the gradients and
-the optimizer's state are float32, products run in bfloat16 by autocast, and the few that stay in float32 may use TF32.
+mode         weights, gradients   matrix products   optimizer state     loss scaled
+fp32         float32              float32           float32             no
+tf32         float32              TF32 (GPU)        float32             no
+bf16-mixed   float32              bfloat16          float32             no
+fp16-mixed   float32              float16           float32             yes (loss_scale.py)
+bf16-pure    bfloat16             bfloat16          see optim/base.py   no
+
+The mixed modes use autocast; the few products that stay in float32 there may use TF32. Under fp32, TF32 is off. Norms,
+softmax and loss are computed in float32 at least in every mode.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -15,7 +22,10 @@ from torch import nn
 from groundup.config import TrainConfig
 from groundup.errors import UserError
 
-Precision = Literal["auto", "fp32", "bf16-mixed"]
+Precision = Literal["auto", "fp32", "tf32", "bf16-mixed", "fp16-mixed", "bf16-pure"]
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+AMPERE = 8
+"""Major compute capability of the first GPUs with TF32."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -28,37 +38,67 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_precision(name: Precision, device: torch.device) -> Precision:
-    """`auto` as bf16-mixed on a GPU with bfloat16 units, else fp32; other names as they are."""
+    """`auto` as bf16-mixed on a GPU with bfloat16 units, else fp32; other names as they are.
+
+    Raises UserError for tf32 where no unit computes in it: the name would promise what does not happen.
+    """
+    if name == "tf32" and not (device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= AMPERE):
+        raise UserError('train.precision is "tf32", which needs a GPU of compute capability 8.0; use "fp32" or "auto"')
     if name != "auto":
         return name
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return "bf16-mixed" if has_bf16 else "fp32"
 
 
-def concrete(train: TrainConfig) -> TrainConfig:
+def concrete(train: TrainConfig, world_size: int = 1) -> TrainConfig:
     """The same configuration with `auto` replaced by what this machine gives, so that the saved one reproduces it."""
     device = choose_device(train.device)
     kind = "cuda" if device.type == "cuda" else "cpu"
-    return replace(train, device=kind, precision=choose_precision(train.precision, device))
+    unit = train.compile_unit
+    if unit == "auto":
+        unit = "model" if world_size == 1 else "blocks"
+    return replace(train, device=kind, precision=choose_precision(train.precision, device), compile_unit=unit)
 
 
 def set_matmul_precision(precision: str) -> None:
     """Set this process's policy for float32 products (see the module's docstring)."""
-    torch.set_float32_matmul_precision("high" if precision == "bf16-mixed" else "highest")
+    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    """The context of a forward pass: bfloat16 products under bf16-mixed, no change under fp32."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16-mixed")
+    """The context of a forward pass: products in half precision under the mixed modes, no change under the others."""
+    return torch.autocast(device.type, dtype=AUTOCAST.get(precision, torch.bfloat16), enabled=precision in AUTOCAST)
 
 
-def prepared(model: nn.Module, compile_model: bool) -> Callable[..., Any]:
-    """What the training step calls: the model, compiled if asked.
+def cast_weights(model: nn.Module, precision: str) -> None:
+    """Give the model the weights of the mode: bfloat16 under bf16-pure, as they are under the others."""
+    if precision == "bf16-pure":
+        model.to(torch.bfloat16)
 
-    The compiled callable shares the model's parameters. Saving, loading and evaluating use the model itself, so no
+
+def prepared(model: nn.Module, train: TrainConfig) -> Callable[..., Any]:
+    """What the training step calls: the model, compiled as a whole or block by block if asked.
+
+    The compiled code shares the model's parameters. Saving, loading and evaluating use the model itself, so no
     `_orig_mod.` enters a checkpoint and an evaluation's shapes never compile a second time.
     """
-    return torch.compile(model) if compile_model else model
+    if not train.compile:
+        return model
+    if train.compile_unit != "blocks":
+        return torch.compile(model)
+    for block in cast(nn.ModuleList, model.layers):
+        _compile_training(block)
+    return model
+
+
+def _compile_training(block: nn.Module) -> None:
+    """Compile a block's forward where gradients are recorded; without them (evaluation, sampling) it stays plain.
+
+    All blocks run one function, whose weights are inputs of the compiled graph, so they share one compilation. Hooks
+    around the block (FSDP's) stay outside of it.
+    """
+    plain, compiled = block.forward, torch.compile(block.forward)
+    block.forward = lambda *args: (compiled if torch.is_grad_enabled() else plain)(*args)
 
 
 def describe(device: torch.device) -> str:

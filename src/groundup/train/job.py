@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groundup.config import OptimConfig, RunConfig
+from groundup.config import RunConfig
 from groundup.data import TokenData, WindowSampler
 from groundup.errors import UserError
 from groundup.model import TransformerLM, count_parameters
-from groundup.optim import AdamW, parameter_groups
+from groundup.optim import AdamW, Muon, describe_groups, make_optimizer
 from groundup.train.batches import Batch, read_batch
-from groundup.train.device import autocast, concrete, describe, prepared, set_matmul_precision
+from groundup.train.device import autocast, cast_weights, concrete, describe, prepared, set_matmul_precision
 from groundup.train.evaluate import check_validation
+from groundup.train.loss_scale import LossScaler
 from groundup.train.plan import Plan
 from groundup.train.world import World, this_world
 
@@ -33,7 +34,9 @@ class Job:
     model: TransformerLM
     forward: Callable[..., Tensor]
     """The model as the step calls it, compiled or not."""
-    optimizer: AdamW
+    optimizer: AdamW | Muon
+    scaler: LossScaler
+    """Scales the loss under fp16-mixed."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -58,7 +61,7 @@ def build(config: RunConfig) -> Job:
     if not config.data.path:
         raise UserError("data.path is empty; name the directory that groundup tokenize wrote")
     data = TokenData.open(Path(config.data.path))
-    config = replace(config, train=concrete(config.train)).resolve(data.vocab_size, world.size)
+    config = replace(config, train=concrete(config.train, world.size)).resolve(data.vocab_size, world.size)
     train, device = config.train, torch.device(config.train.device)
     set_matmul_precision(train.precision)
     vocabulary = data.tokenizer().vocab_size
@@ -82,14 +85,10 @@ def build(config: RunConfig) -> Job:
     model = TransformerLM(config.model)
     model.init_weights(train.seed)
     model.to(device)
-    optimizer = make_optimizer(model, config.optim)
-    return Job(config, world, device, data, sampler, model, prepared(model, train.compile), optimizer)
-
-
-def make_optimizer(model: TransformerLM, optim: OptimConfig) -> AdamW:
-    """AdamW over the model's parameter groups; the learning rate is set at every step."""
-    groups = parameter_groups(model, optim.weight_decay)
-    return AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
+    cast_weights(model, train.precision)
+    optimizer = make_optimizer(model, config.optim, train.seed)
+    scaler = LossScaler(train.precision == "fp16-mixed", device)
+    return Job(config, world, device, data, sampler, model, prepared(model, train), optimizer, scaler)
 
 
 def make_plan(job: Job, done: int) -> Plan:
@@ -104,4 +103,5 @@ def make_plan(job: Job, done: int) -> Plan:
         train_bytes_per_token=job.data.bytes_per_token("train"),
         windows_per_epoch=job.sampler.windows_per_epoch,
         first_step=done + 1,
+        groups=describe_groups(job.optimizer),
     )

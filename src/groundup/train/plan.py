@@ -1,6 +1,6 @@
 """What a run derived and how, said before the first step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from groundup.config import RunConfig
 from groundup.train.world import World
@@ -20,6 +20,8 @@ class Plan:
     windows_per_epoch: int
     first_step: int
     """The first step that is still to do: 1, or the one after the checkpoint."""
+    groups: list[str] = field(default_factory=list)
+    """The optimizer's parameter groups, a line each."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -36,12 +38,17 @@ class Plan:
             f"model      {self.parameters:,} parameters: {model.n_layers} layers, d_model {model.d_model}, "
             f"{model.n_heads} heads, d_ff {model.d_ff}, context {model.context_length}, "
             f"vocabulary {model.vocab_size:,}",
-            f"device     {self.device}, {train.precision}{', compiled' if train.compile else ''}",
+            f"device     {self.device}, {train.precision}{self._compiled()}",
             f"batch      {batch}",
             f"steps      {self._steps()}",
             f"data       {self._epochs()}",
-            f"optimizer  AdamW, {self._schedule()}",
+            f"optimizer  {self._schedule()}",
+            *(f"           {group}" for group in self.groups),
         ]
+
+    def _compiled(self) -> str:
+        train = self.config.train
+        return f", compiled ({train.compile_unit})" if train.compile else ""
 
     def _steps(self) -> str:
         train = self.config.train
@@ -60,9 +67,13 @@ class Plan:
         if optim.warmup_steps > steps:
             reached = optim.lr * steps / optim.warmup_steps
             return f"lr rising to {reached:g} only: the warm-up of {optim.warmup_steps} steps is longer than the run"
-        return (
-            f"peak lr {optim.lr:g} after {optim.warmup_steps} steps, then a cosine to {optim.lr * optim.min_lr_ratio:g}"
-        )
+        after = {
+            "cosine": f"a cosine to {optim.lr * optim.min_lr_ratio:g}",
+            "linear": f"a line to {optim.lr * optim.min_lr_ratio:g}",
+            "wsd": f"constant, over the last {optim.decay_share:.0%} a line to {optim.lr * optim.min_lr_ratio:g}",
+            "constant": "constant",
+        }
+        return f"peak lr {optim.lr:g} after {optim.warmup_steps} steps, then {after[optim.schedule]}"
 
     def _epochs(self) -> str:
         config = self.config

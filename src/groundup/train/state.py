@@ -37,13 +37,15 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, path: Pat
     """Give every parameter the state it had when the file was written. Raises UserError as load_model does."""
     saved = load_file(path)
     parameters = dict(model.named_parameters())
-    # Which states there are is the optimizer's matter; that every parameter has each of them is checked.
-    counts = {full.partition(".")[0]: tensor.ndim == 0 for full, tensor in saved.items()}
-    expected = {
-        f"{key}.{name}": torch.Size() if is_count else parameter.shape
-        for key, is_count in counts.items()
-        for name, parameter in parameters.items()
-    }
+    # Which states there are is the optimizer's matter, by group; that a group's parameters all have them is checked.
+    names = {parameter: name for name, parameter in parameters.items()}
+    expected: dict[str, torch.Size] = {}
+    for group in optimizer.param_groups:
+        members = {names[p]: p for p in group["params"]}
+        keys = {full.partition(".")[0]: t.ndim == 0 for full, t in saved.items() if full.partition(".")[2] in members}
+        for key, is_count in keys.items():
+            for name, p in members.items():
+                expected[f"{key}.{name}"] = torch.Size() if is_count else p.shape
     check_tensors(expected, saved, path)
     for full, tensor in saved.items():
         key, _, name = full.partition(".")

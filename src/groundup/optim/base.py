@@ -1,0 +1,115 @@
+"""What AdamW and Muon share: whose turn it is, and weights narrower than float32.
+
+A bf16 weight has 8 bits of mantissa: an update smaller than 1/512 of it is lost when it is rounded to nearest, and at
+usual learning rates most are. Two ways out:
+
+master weights: the optimizer keeps weight and moments in float32, and the model's bf16 weight is a rounded copy. With
+AdamW 12 bytes a parameter beside the weight's 2 (Micikevicius et al. 2018, section 3.1).
+
+stochastic rounding: nothing is wider than bf16 between steps (with AdamW 4 bytes a parameter beside the weight). A step
+is computed in float32 and rounded up with the probability of its distance from below, so it is right on average (Gupta
+et al. 2015). The random bits are a function of (seed, step, place in the optimizer): a resumed run rounds alike, and so
+do all ranks of a data-parallel one, without any state.
+
+Narrow parameters are taken one at a time, so the float32 temporaries are those of the largest one.
+"""
+
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+MASTER = "master"
+NARROW = (torch.bfloat16,)
+
+
+class Optimizer(torch.optim.Optimizer):
+    """A step over the parameters that have a gradient. State a parameter: `step` (int) and the tensors of `moments`."""
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], master_weights: bool, seed: int):
+        self.master_weights, self.seed = master_weights, seed
+        super().__init__(params, defaults)
+
+    def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Names of the tensors that the state of a group's parameters holds."""
+        raise NotImplementedError
+
+    def update(self, columns: list[list[Tensor]], step: int, group: dict[str, Any]) -> None:
+        """Step number `step` (from 1), in place: `columns` are weights, gradients, then each of `moments`."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step for every parameter that has a gradient; returns the closure's loss, if one is given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        place = 0
+        for group in self.param_groups:
+            for step, params in self._by_step(group).items():
+                wide = [p for p in params if p.dtype not in NARROW]
+                if wide:
+                    names = self.moments(group)
+                    states = [[self.state[p][name] for p in wide] for name in names]
+                    self.update([wide, [cast(Tensor, p.grad) for p in wide], *states], step, group)
+                for p in params:
+                    if p.dtype in NARROW:
+                        self._update_narrow(p, step, group, place)
+                        place += 1
+        return loss
+
+    def _by_step(self, group: dict[str, Any]) -> dict[int, list[Tensor]]:
+        """Count the step of every parameter with a gradient; parameters that joined later are at another number."""
+        found: dict[int, list[Tensor]] = {}
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            state = self.state[p]
+            if not state:
+                keeps_master = p.dtype in NARROW and self.master_weights
+                like = p.float() if keeps_master else p
+                state.update(step=0, **{name: torch.zeros_like(like) for name in self.moments(group)})
+                if keeps_master:
+                    state[MASTER] = like
+            state["step"] += 1
+            found.setdefault(int(state["step"]), []).append(p)
+        return found
+
+    def _update_narrow(self, p: Tensor, step: int, group: dict[str, Any], place: int) -> None:
+        state, grad = self.state[p], cast(Tensor, p.grad).float()
+        kept = [state[name] for name in self.moments(group)]
+        if MASTER in state:
+            self.update([[state[MASTER]], [grad], *([moment] for moment in kept)], step, group)
+            p.copy_(state[MASTER])
+            return
+        stored = [p, *kept]
+        weight, *moments = (tensor.float() for tensor in stored)
+        self.update([[weight], [grad], *([moment] for moment in moments)], step, group)
+        # A hash, because the CPU's generator takes the low 32 bits of a seed only.
+        key = blake2b(f"{self.seed} {step} {place}".encode(), digest_size=8).digest()
+        generator = torch.Generator(p.device).manual_seed(int.from_bytes(key))
+        for target, value in zip(stored, [weight, *moments], strict=True):
+            stochastic_round_(target, value, generator)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, which would cast every tensor to its parameter's type: here float32 state stays float32."""
+        super().load_state_dict(state_dict)
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for i, p in zip(saved, params, strict=True):
+            for name, value in state_dict["state"].get(i, {}).items():
+                if isinstance(value, Tensor) and p.dtype in NARROW:
+                    self.state[p][name] = value.to(p.device, copy=True)
+
+
+def stochastic_round_(target: Tensor, value: Tensor, generator: torch.Generator | None = None) -> None:
+    """Write float32 `value` into bf16 `target`, each up or down with the probability of its distance from below.
+
+    bf16 is float32 without its low 16 bits. Adding a uniform 16-bit number before they are cut off carries with
+    probability low / 2^16, which is just that distance (in magnitude, so for both signs).
+    """
+    noise = torch.randint(1 << 16, value.shape, dtype=torch.int32, device=value.device, generator=generator)
+    target.copy_((noise.add_(value.contiguous().view(torch.int32)) & -(1 << 16)).view(torch.float32))

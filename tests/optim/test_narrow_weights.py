@@ -1,0 +1,84 @@
+"""bf16 parameters: master weights and stochastic rounding against float32 and against chance."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+
+from groundup.optim import AdamW, Muon
+from groundup.optim.base import stochastic_round_
+
+KINDS = {"adamw": AdamW, "muon": Muon}
+
+
+def pair(dtype: torch.dtype, shape: tuple[int, int] = (16, 24)) -> torch.nn.Parameter:
+    start = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    return torch.nn.Parameter(start.to(dtype))
+
+
+def steps(p: torch.nn.Parameter, optimizer: torch.optim.Optimizer, first: int, count: int) -> None:
+    for step in range(first, first + count):
+        grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).bfloat16()
+        p.grad = grad.to(p.dtype)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_master_weights_are_a_float32_run(kind: str):
+    narrow, wide = pair(torch.bfloat16), pair(torch.float32)
+    a, b = KINDS[kind]([narrow], lr=1e-4), KINDS[kind]([wide], lr=1e-4)
+    steps(narrow, a, 0, 50)
+    steps(wide, b, 0, 50)
+    assert torch.equal(a.state[narrow]["master"], wide)
+    assert torch.equal(narrow, wide.bfloat16())
+    assert all(v.dtype == torch.float32 for v in a.state[narrow].values() if isinstance(v, torch.Tensor))
+    # What it is for: rounding to nearest would have lost nearly every update of this size.
+    assert (wide - pair(torch.float32)).abs().median() < 2**-7 * wide.abs().median()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stochastic_rounding_follows_a_float32_run_on_average(kind: str):
+    wide = pair(torch.float32)
+    steps(wide, KINDS[kind]([wide], lr=1e-3), 0, 40)
+    finals = []
+    for seed in range(64):
+        narrow = pair(torch.bfloat16)
+        optimizer = KINDS[kind]([narrow], lr=1e-3, master_weights=False, seed=seed)
+        steps(narrow, optimizer, 0, 40)
+        finals.append(narrow.detach().float())
+        assert all(v.dtype == torch.bfloat16 for v in optimizer.state[narrow].values() if isinstance(v, torch.Tensor))
+    moved = (wide - pair(torch.float32)).detach()
+    error = torch.stack(finals).mean(0) - wide.detach()
+    assert error.norm() < 0.2 * moved.norm()  # chance alone: 0.1
+    assert len({final.sum().item() for final in finals}) > 32
+
+
+def test_stochastic_rounding_is_unbiased_and_takes_neighbours_only():
+    values = torch.tensor([1.0, 1.001, -1.001, 3.3e-5, -7.7, 0.0, float("inf")])
+    down = (values.view(torch.int32) & -(1 << 16)).view(torch.float32)
+    up = ((values.view(torch.int32) & -(1 << 16)) + (1 << 16)).view(torch.float32)
+    n, generator = 20_000, torch.Generator().manual_seed(3)
+    rounded = torch.empty(n, len(values), dtype=torch.bfloat16)
+    stochastic_round_(rounded, values.expand(n, -1), generator)
+    wide = rounded.float()
+    assert ((wide == down) | (wide == up)).all()
+    assert (wide[:, [0, 5, 6]] == values[[0, 5, 6]]).all()  # what bf16 can hold stays
+    share = (wide == up).float().mean(0)[1:5]
+    expected = ((values - down) / (up - down))[1:5]
+    torch.testing.assert_close(share, expected, rtol=0, atol=4 * (0.25 / n) ** 0.5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("master_weights", [True, False])
+def test_state_survives_a_round_trip_bit_for_bit(kind: str, master_weights: bool):
+    one, two = pair(torch.bfloat16), pair(torch.bfloat16)
+    a, b = (KINDS[kind]([p], lr=1e-3, master_weights=master_weights, seed=5) for p in (one, two))
+    steps(one, a, 0, 5)
+    two.data.copy_(one.data)
+    b.load_state_dict(deepcopy(a.state_dict()))
+    steps(one, a, 5, 5)
+    steps(two, b, 5, 5)
+    assert torch.equal(one, two)
+    for name, value in a.state[one].items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(b.state[two][name])), name
+        assert torch.as_tensor(value).dtype == torch.as_tensor(b.state[two][name]).dtype
