@@ -39,7 +39,7 @@ from groundup.train.plausible import foreign_tokens, least_bits_per_byte
 from groundup.train.progress import Progress
 from groundup.train.resume import Stateful, lack_of_room_for, save, start
 from groundup.train.run_directory import RunDirectory, refuse_changes
-from groundup.train.sinks import Sinks
+from groundup.train.sinks import Sinks, check_packages
 from groundup.train.speed import flops_per_token, peak_flops
 
 T = TypeVar("T")
@@ -115,6 +115,7 @@ def train(
         saved = run.load_config()
         refuse_changes(saved, config, run.path)
         config = saved
+    check_packages(config.train.sinks)
     with ExitStack() as stack:
         stack.enter_context(deterministic(config.train.deterministic))
         job = build(config)

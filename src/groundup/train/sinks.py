@@ -7,7 +7,7 @@ in the same place: TensorBoard hides what it had after the checkpoint's step, W&
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from hashlib import sha256
 from importlib import import_module
@@ -18,6 +18,20 @@ from groundup.config import RunConfig
 from groundup.errors import UserError
 from groundup.rows import Row
 from groundup.train.run_directory import RunDirectory, flat_fields
+
+PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
+"""Sink → the module that it needs; importing the first needs the package tensorboard."""
+
+
+def check_packages(names: Iterable[str]) -> None:
+    """Raise UserError for the first sink whose package is not installed."""
+    for name in names:
+        try:
+            import_module(PACKAGES[name])
+        except ImportError:
+            raise UserError(
+                f"train.sinks asks for {name}, which is not installed: pip install {name}, or leave it out"
+            ) from None
 
 
 class Sink(Protocol):
@@ -67,10 +81,8 @@ class TensorBoard:
     """Event files in RUN/tensorboard: one curve a field, by step."""
 
     def __init__(self, config: RunConfig, run: RunDirectory, step: int):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise _missing("tensorboard") from None
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=step + 1)
         self._writer.add_text("config", "\n".join(f"    {k} = {v!r}" for k, v in flat_fields(config).items()), step)
 
@@ -88,10 +100,7 @@ class WeightsAndBiases:
     """A run of W&B in RUN/wandb, its id made from the run's path, its fields as metrics by step."""
 
     def __init__(self, config: RunConfig, run: RunDirectory, step: int):
-        try:
-            wandb: Any = import_module("wandb")
-        except ImportError:
-            raise _missing("wandb") from None
+        wandb: Any = import_module("wandb")
         path = run.path.resolve()
         self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "groundup"),
@@ -101,7 +110,7 @@ class WeightsAndBiases:
             dir=str(path),
             mode=os.environ.get("WANDB_MODE", "offline"),
             config={name: value for name, value in flat_fields(config).items() if name != "data.path"},
-            settings=wandb.Settings(silent=True, disable_git=True, x_disable_meta=True),
+            settings=wandb.Settings(silent=True, disable_git=True, x_disable_meta=True, host="local"),
         )
         # A step of a row is a field: W&B's own counter only grows, and an evaluation comes after its step's row.
         self._run.define_metric("*", step_metric="step")
@@ -122,9 +131,3 @@ KINDS: dict[str, Callable[[RunConfig, RunDirectory, int], Sink]] = {
 def _numbers(row: Row) -> dict[str, float]:
     """What a curve can show of a row; flags as 1."""
     return {name: float(value) for name, value in row.items() if isinstance(value, (int, float)) and name != "step"}
-
-
-def _missing(package: str) -> UserError:
-    return UserError(
-        f"train.sinks asks for {package}, which is not installed; `pip install {package}`, or leave it out"
-    )

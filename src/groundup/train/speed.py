@@ -41,6 +41,8 @@ def flops_per_token(config: RunConfig) -> float:
 def listed_tflops(device_name: str, precision: str) -> float:
     """The listed dense peak of a GPU that the driver calls `device_name`, in TFLOP/s; 0 for one not in the table."""
     words = re.sub(r"\s+", " ", device_name.lower())
+    if "laptop" in words or "max-q" in words:  # other chips under the same numbers
+        return 0.0
     for mark, name in _MARKS.items():
         if re.search(rf"(?<![a-z0-9]){re.escape(mark)}(?![a-z0-9])", words):
             return GPUS[name].matmul_tflops(precision)
