@@ -5,7 +5,9 @@ one is overridden later. `resolve()` fills every derived field and checks the wh
 """
 
 from groundup.config.model import ModelConfig
-from groundup.config.run import DataConfig, OptimConfig, RunConfig, TrainConfig
+from groundup.config.optim import OptimConfig
+from groundup.config.parallel import ParallelConfig
+from groundup.config.run import DataConfig, RunConfig, TrainConfig
 from groundup.config.sizes import SIZES, size
 from groundup.config.toml import dump_toml, load_toml
 
@@ -14,6 +16,7 @@ __all__ = [
     "DataConfig",
     "ModelConfig",
     "OptimConfig",
+    "ParallelConfig",
     "RunConfig",
     "TrainConfig",
     "dump_toml",

@@ -6,6 +6,7 @@ from typing import Literal
 
 from groundup.config.model import ModelConfig
 from groundup.config.optim import OptimConfig
+from groundup.config.parallel import ParallelConfig
 from groundup.errors import UserError
 
 
@@ -21,7 +22,8 @@ class DataConfig:
 
 _NOT_NEGATIVE = (
     *("steps", "tokens", "eval_every", "eval_batches", "save_every", "keep_last", "keep_every"),
-    *("early_stopping", "min_delta", "max_skipped_steps", "spike_window", "spike_threshold", "peak_tflops"),
+    *("early_stopping", "min_delta", "max_skipped_steps", "spike_window", "spike_threshold"),
+    *("peak_tflops", "memory_gib"),
 )
 """Numbers of the loop that may be 0 but not less."""
 
@@ -40,13 +42,19 @@ class TrainConfig:
     """Micro-batches a device sums before a step; 0: derived."""
     global_batch_size: int = 0
     """Sequences a step, over all devices: micro batch × accumulation × world size; 0: derived."""
+    find_micro_batch: bool = False
+    """Whether the micro-batch is the largest part of the given global_batch_size that fits into memory: predicted, then
+    tried with a step."""
+    memory_gib: float = 0.0
+    """GiB of a device that find_micro_batch may plan with; 0: nine tenths of what is free there (on a CPU: half)."""
     seed: int = 0
     """Seeds the initial weights and the order of the data."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto: cuda where there is one."""
     precision: Literal["auto", "fp32", "tf32", "bf16-mixed", "fp16-mixed", "bf16-pure"] = "auto"
     """fp32, tf32: float32 throughout, products exact or in TF32. bf16-mixed, fp16-mixed: float32 weights, products in
-    half precision (fp16 with loss scaling). bf16-pure: bf16 weights. auto: bf16-mixed on a GPU that has it, else fp32."""
+    half precision (fp16 with loss scaling). bf16-pure: bf16 weights. auto: bf16-mixed on a GPU that has it, else
+    fp32."""
     compile: bool = False
     """Whether torch.compile compiles the model."""
     compile_unit: Literal["auto", "model", "blocks"] = "auto"
@@ -116,6 +124,11 @@ def _resolve_batch(train: TrainConfig, world_size: int) -> dict[str, int]:
     for name in ("micro_batch_size", "grad_accumulation", "global_batch_size"):
         if getattr(train, name) < 0:
             raise UserError(f"train.{name} is {getattr(train, name)}; it must not be negative")
+    if train.find_micro_batch and not micro and not accumulation:
+        if not total:
+            raise UserError("train.find_micro_batch divides a given batch; set train.global_batch_size")
+        _divides(total, world_size, "micro_batch_size 1", world_size)
+        return {}  # train/micro_batch.py fills in the other two
     if not total:
         micro, accumulation = micro or 32, accumulation or 1
         total = micro * accumulation * world_size
@@ -153,10 +166,10 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def resolve(self, vocab_size: int = 0, world_size: int = 1) -> "RunConfig":
         """Every derived field filled in, everything checked. Raises UserError."""
         model = self.model.resolve(vocab_size)
         train = self.train.resolve(model.context_length, world_size)
-        return replace(self, model=model, optim=self.optim.resolve(), train=train)
-
+        return replace(self, model=model, optim=self.optim.resolve(), train=train, parallel=self.parallel.check())

@@ -18,6 +18,7 @@ from groundup.train.batches import Batch, read_batch
 from groundup.train.device import autocast, cast_weights, concrete, describe, prepared, set_matmul_precision
 from groundup.train.evaluate import check_validation
 from groundup.train.loss_scale import LossScaler
+from groundup.train.micro_batch import MicroBatch, find_micro_batch, with_micro_batch
 from groundup.train.plan import Plan
 from groundup.train.world import World, this_world
 
@@ -37,6 +38,8 @@ class Job:
     optimizer: AdamW | Muon
     scaler: LossScaler
     """Scales the loss under fp16-mixed."""
+    found: MicroBatch | None = None
+    """How the micro-batch was found, where it was looked for."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -80,6 +83,11 @@ def build(config: RunConfig) -> Job:
         order=config.data.order,
         vocab_size=config.model.vocab_size,
     )
+    found = None
+    if not train.micro_batch_size:
+        found = find_micro_batch(config, device, world.size)
+        config = with_micro_batch(config, min(world.gather(found.size)), world.size)
+        train = config.train
     torch.manual_seed(train.seed)
     # Initialised on the CPU: the same weights on every kind of device.
     model = TransformerLM(config.model)
@@ -88,7 +96,7 @@ def build(config: RunConfig) -> Job:
     cast_weights(model, train.precision)
     optimizer = make_optimizer(model, config.optim, train.seed)
     scaler = LossScaler(train.precision == "fp16-mixed", device)
-    return Job(config, world, device, data, sampler, model, prepared(model, train), optimizer, scaler)
+    return Job(config, world, device, data, sampler, model, prepared(model, train), optimizer, scaler, found)
 
 
 def make_plan(job: Job, done: int) -> Plan:
@@ -104,4 +112,5 @@ def make_plan(job: Job, done: int) -> Plan:
         windows_per_epoch=job.sampler.windows_per_epoch,
         first_step=done + 1,
         groups=describe_groups(job.optimizer),
+        found=str(job.found) if job.found else "",
     )

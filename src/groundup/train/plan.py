@@ -22,6 +22,8 @@ class Plan:
     """The first step that is still to do: 1, or the one after the checkpoint."""
     groups: list[str] = field(default_factory=list)
     """The optimizer's parameter groups, a line each."""
+    found: str = ""
+    """How the micro-batch was found, where it was looked for."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -40,6 +42,7 @@ class Plan:
             f"vocabulary {model.vocab_size:,}",
             f"device     {self.device}, {train.precision}{self._compiled()}",
             f"batch      {batch}",
+            *([f"           {self.found}"] if self.found else []),
             f"steps      {self._steps()}",
             f"data       {self._epochs()}",
             f"optimizer  {self._schedule()}",

@@ -41,7 +41,7 @@ HARMLESS = frozenset(
         "data.path",
         *("train.device", "train.eval_every", "train.eval_batches", "train.save_every", "train.keep_last"),
         *("train.keep_every", "train.keep_best", "train.early_stopping", "train.max_skipped_steps"),
-        *("train.peak_tflops", "train.sample_prompt", "train.sinks"),
+        *("train.peak_tflops", "train.sample_prompt", "train.sinks", "train.memory_gib"),
     }
 )
 """Fields a user may edit in a run's config.toml between two resumes: they do not change what is learnt."""
