@@ -88,7 +88,8 @@ def broadcast_module(module: nn.Module, group: Any = None) -> None:
     source = dist.get_global_rank(group, 0) if group is not None else 0
     tensors = [t.detach() for t in (*module.parameters(), *module.buffers()) if t.numel()]
     whole = [t if t.is_contiguous() else t.contiguous() for t in tensors]
-    for work in [dist.broadcast(t, source, group=group, async_op=True) for t in whole]:
+    works: list[Any] = [dist.broadcast(t, source, group=group, async_op=True) for t in whole]
+    for work in works:
         work.wait()
     for tensor, contiguous in zip(tensors, whole, strict=True):
         if tensor is not contiguous:

@@ -330,7 +330,7 @@ class BucketedDDP(OverlapDDP):
         return flat
 
     def _all_reduce_group(self, grads: list[Tensor]) -> Any:
-        options = dist.AllreduceCoalescedOptions()
+        options: Any = dist.AllreduceCoalescedOptions()
         options.reduceOp = self.op
         group: Any = self.group or dist.group.WORLD
         return group.allreduce_coalesced(grads, options)

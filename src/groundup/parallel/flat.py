@@ -125,12 +125,13 @@ def gathered_state(
 def _kinds(piece: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
     """A dtype for each state that has the piece's shape, the value itself for any other."""
     return {
-        key: value.dtype if isinstance(value, Tensor) and value.shape == piece.shape else _on_cpu(value)
+        key: value.dtype if isinstance(value, Tensor) and value.shape == piece.shape else on_cpu(value)
         for key, value in entry.items()
     }
 
 
-def _on_cpu(value: Any) -> Any:
+def on_cpu(value: Any) -> Any:
+    """A copy of a tensor on the CPU; anything else as it is."""
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 

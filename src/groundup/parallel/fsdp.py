@@ -205,13 +205,14 @@ class FSDP(DataParallel):
         plans = default_units(module, layer_types) if units is None else list(units)
         self.units: list[Unit] = []
         for plan in plans:
-            for layer in plan.layers if materialise else ():
-                materialise(layer)
+            if materialise is not None:
+                for layer in plan.layers:
+                    materialise(layer)
             names = {p: name for name, p in module.named_parameters()}
             self.units.append(Unit(plan, names, compute_dtype, group))
         sharded = {layer for plan in plans for layer in plan.layers}
-        for other in module.modules() if materialise else ():
-            if other not in sharded:
+        if materialise is not None:
+            for other in [m for m in module.modules() if m not in sharded]:
                 materialise(other)
         pieces = {piece for unit in self.units for piece in unit.pieces}
         self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
@@ -253,7 +254,9 @@ class FSDP(DataParallel):
     def _before(self, index: int, *_: Any) -> None:
         """Unit `index` is about to compute: in forward, or again because its activations are recomputed."""
         unit = self.units[index]
-        if not self._in_backward:
+        if self._in_backward:
+            self._gather_down_to(index)
+        else:
             self._gather_up_to(index + self.prefetch)
         unit.gather()
         unit.wait()
@@ -294,12 +297,15 @@ class FSDP(DataParallel):
 
     def _before_backward(self, index: int, _: Tensor) -> None:
         self._in_backward = True
-        while self._to_gather >= max(index - self.prefetch, 0):
+        self._gather_down_to(index - self.prefetch)
+        self.units[index].wait()
+
+    def _gather_down_to(self, first: int) -> None:
+        while self._to_gather >= max(first, 0):
             unit = self.units[self._to_gather]
             if unit.reads_in_backward and not unit.is_scattered:
                 unit.gather()
             self._to_gather -= 1
-        self.units[index].wait()
 
     def _on_gradient(self, unit: Unit, place: int, _: Tensor) -> None:
         self._in_backward = True
@@ -324,10 +330,7 @@ class FSDP(DataParallel):
 
     def _drain(self) -> None:
         """The backward pass has ended: gather and reduce what this rank skipped, and wait."""
-        for unit in self.units[self._to_gather :: -1] if self._to_gather >= 0 else []:
-            if unit.reads_in_backward and not unit.is_scattered:
-                unit.gather()
-        self._to_gather = -1
+        self._gather_down_to(0)
         while self._to_scatter >= 0:
             self._scatter_next()
         while self._in_flight:

@@ -141,7 +141,6 @@ def connect(
             rank=world.rank,
             world_size=world.size,
             timeout=timedelta(seconds=timeout),
-            device_id=device if device.type == "cuda" else None,
         )
     except (dist.DistError, RuntimeError, OSError) as error:
         raise UserError(

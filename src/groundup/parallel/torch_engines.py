@@ -50,7 +50,7 @@ class TorchDDP(DataParallel):
         self._must_synchronize()
 
 
-def _reduce_as(state: tuple, bucket: dist.GradBucket) -> Any:
+def _reduce_as(state: tuple, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Reduce a bucket in a type, by an operation."""
     dtype, op, group = state
     buffer = bucket.buffer()
@@ -85,10 +85,9 @@ class TorchFSDP2(DataParallel):
         for unit in units:
             fully_shard(unit, mesh=mesh, mp_policy=policy)
         self.root: Any = fully_shard(module, mesh=mesh, mp_policy=policy)
-        if not average:
-            self.root.set_gradient_divide_factor(1.0)
-            for unit in units:
-                unit.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+        for part in () if average else (self.root, *units):
+            part.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+            part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
         self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
         self.params = list(self.names)
 
@@ -112,7 +111,7 @@ class TorchFSDP2(DataParallel):
     def full_parameters(self, keep: bool = True) -> Iterator[tuple[str, Tensor]]:
         """(name, whole parameter on the CPU) of every parameter; a collective."""
         for name, p in self.module.named_parameters():
-            whole = p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
+            whole = p.full_tensor().detach() if isinstance(p, DTensor) else p.detach()
             if keep:
                 yield name, whole.to("cpu", copy=True)
 

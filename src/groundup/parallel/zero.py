@@ -128,7 +128,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.lines += lines
         self.home |= {p: line for line in lines for p in line.params}
         pieces = [piece for line in lines for piece in line.pieces]
-        self.inner.add_param_group({**_options(group), "params": pieces})
+        self.inner.add_param_group({**options_of(group), "params": pieces})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -140,9 +140,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.wait()
         if not self.scattered:
             self._take_gradients()
-        self._pass_options(self.param_groups, self.inner.param_groups)
+        pass_options(self.param_groups, self.inner.param_groups)
         self.inner.step(**kwargs)
-        self._pass_options(self.inner.param_groups, self.param_groups)
+        pass_options(self.inner.param_groups, self.param_groups)
         self._drop_gradients()
         for line in reversed(self.lines):  # the first layers are needed first
             line.gather_parameters()
@@ -172,10 +172,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for piece in line.pieces:
                 piece.grad = None
 
-    def _pass_options(self, source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-        for a, b in zip(source, target, strict=True):
-            b.update(_options(a))
-
     def gathered_state(self, keep: bool = True) -> Any:
         """(parameter, whole state on the CPU) of every parameter that has state; a collective."""
         return gathered_state(self.lines, self.inner.state, self.group, keep)
@@ -183,7 +179,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's state_dict, tensors on the CPU. Every rank must call it."""
         number = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        groups = [{**_options(g), "params": [number[p] for p in g["params"]]} for g in self.param_groups]
+        groups = [{**options_of(g), "params": [number[p] for p in g["params"]]} for g in self.param_groups]
         state = {number[p]: entry for p, entry in self.gathered_state()}
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
@@ -198,7 +194,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.load_state(
             {p: state_dict["state"][i] for p, i in zip(params, saved, strict=True) if i in state_dict["state"]}
         )
-        self._pass_options(groups, self.param_groups)
+        pass_options(groups, self.param_groups)
 
     def load_state(self, state: dict[nn.Parameter, dict[str, Any]]) -> None:
         """Take whole states by parameter; this rank keeps its pieces of them."""
@@ -211,20 +207,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         load_pieces(self.inner, entries)
 
 
-def _options(group: dict[str, Any]) -> dict[str, Any]:
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def pass_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    """Give the groups of `target` the options of `source`: learning rates and what else a schedule moves."""
+    for a, b in zip(source, target, strict=True):
+        b.update(options_of(a))
 
 
 def load_pieces(optimizer: torch.optim.Optimizer, entries: dict[nn.Parameter, dict[str, Any]]) -> None:
     """Give `optimizer` these states, through its own load_state_dict, which knows where its numbers must be."""
-    packed = torch.optim.Optimizer.state_dict(optimizer)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     state = {
         i: {k: v.clone() if isinstance(v, Tensor) else v for k, v in entries[p].items()}
         for i, p in enumerate(params)
         if p in entries
     }
-    torch.optim.Optimizer.load_state_dict(optimizer, {"state": state, "param_groups": packed["param_groups"]})
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 class ShardedDDP(DataParallel):

@@ -1,0 +1,313 @@
+"""Measuring many processes: a collective, and a training step under an engine. Runs on every rank of a group.
+
+Steps are timed back to back, an event after each, and the device waited for at the end only: what a step leaves to its
+successor (ZeRO-1's gathering of parameters) is then inside the times, and the host runs ahead as in training.
+
+Exposed communication is read from a profiler's trace: the time in which a communication kernel runs and no other does.
+A subtraction of two step times would hide that overlapped communication slows the computation beside it.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from groundup.bench.harness import summary
+from groundup.config import ModelConfig, ParallelConfig
+from groundup.model import TransformerLM, count_parameters
+from groundup.optim import parameter_groups
+from groundup.parallel.ddp import BucketedDDP
+from groundup.parallel.engine import parallelize
+from groundup.parallel.zero import ShardedOptimizer
+
+Metrics = dict[str, Any]
+
+ENGINES = ("none", "naive", "flat", "overlap", "bucketed", "in-place", "zero1", "fsdp", "torch-ddp", "torch-fsdp2")
+"""none: every rank trains for itself; in-place: buckets whose gradients stay where they are."""
+
+
+def measure_all_reduce(
+    n_bytes: int, device: torch.device, dtype: torch.dtype, warmup: int, steps: int
+) -> dict[str, Any]:
+    """Milliseconds and GB/s of an all-reduce of `n_bytes`, the slowest rank's; bandwidth as nccl-tests define it.
+
+    Bus bandwidth is 2·(W-1)/W · bytes / seconds: what a link carries, comparable between world sizes.
+    """
+    values = torch.ones(max(1, n_bytes // dtype.itemsize), dtype=dtype, device=device)
+    samples = []
+    for index in range(warmup + steps):
+        dist.barrier()
+        synchronize(device)
+        start = time.perf_counter()
+        dist.all_reduce(values)
+        synchronize(device)
+        if index >= warmup:
+            samples.append((time.perf_counter() - start) * 1e3)
+        values.fill_(1.0)
+    slowest = torch.tensor(samples, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    times, world = summary(slowest.tolist()), dist.get_world_size()
+    rate = values.nbytes / times["median"] / 1e6
+    return {"time.all_reduce": times, "bandwidth.algorithm": rate, "bandwidth.bus": rate * 2 * (world - 1) / world}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One measured training step."""
+
+    model: ModelConfig
+    engine: str = "bucketed"
+    bucket_mb: float = 50.0
+    batch_size: int = 4
+    """Sequences a rank."""
+    precision: str = "bf16"
+    """bf16: autocast, FSDP gathers bf16; fp32."""
+    reduce: str = "auto"
+    compile: bool = False
+    """Compile each block, and the head with the loss."""
+    warmup: int = 3
+    steps: int = 10
+    trace: bool = True
+    """Read the exposed communication from a trace of two steps."""
+
+
+class Subject:
+    """A model under an engine with its optimizer and one batch."""
+
+    def __init__(self, setting: Setting, device: torch.device):
+        self.setting, self.device = setting, device
+        synchronize(device)
+        self.start = allocated(device)
+        torch.manual_seed(0)
+        with torch.device(device):
+            self.model = TransformerLM(setting.model)
+            shape = setting.batch_size, setting.model.context_length
+            generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
+            self.ids = torch.randint(self.model.config.vocab_size, shape, generator=generator)
+            self.targets = torch.randint(self.model.config.vocab_size, shape, generator=generator)
+        self.parameters = count_parameters(self.model)
+        if setting.compile:
+            compile_parts(self.model)
+        self.engine, self.optimizer = self._make()
+        synchronize(device)
+        self.after_init = allocated(device) - self.start
+
+    def _make(self) -> tuple[Any, Any]:
+        setting, fused = self.setting, self.device.type == "cuda"
+
+        def adamw(model: nn.Module) -> torch.optim.Optimizer:
+            groups = parameter_groups(model, 0.1)
+            return torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=fused)
+
+        if setting.engine == "none":
+            return self.model, adamw(self.model)
+        if setting.engine == "in-place":
+            return BucketedDDP(self.model, setting.bucket_mb, in_place=True), adamw(self.model)
+        data, optimizer = ("bucketed", "zero1") if setting.engine == "zero1" else (setting.engine, "whole")
+        parallel = ParallelConfig(data, optimizer, setting.bucket_mb, setting.reduce)  # type: ignore[arg-type]
+        dtype = torch.bfloat16 if setting.precision == "bf16" else None
+        # Averaging, as torch's engines do without a hook of ours.
+        return parallelize(self.model, parallel, adamw, dtype, average=True)
+
+    def forward_backward(self) -> Tensor:
+        bf16 = self.setting.precision == "bf16"
+        with torch.autocast(self.device.type, torch.bfloat16) if bf16 else nullcontext():
+            loss = self.engine(self.ids, self.targets, n_valid=float(self.ids.numel()))
+        loss.backward()
+        if self.setting.engine != "none":
+            self.engine.finish_gradient_synchronization()
+        return loss.detach()
+
+    def step(self) -> Tensor:
+        loss = self.forward_backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+
+def compile_parts(model: TransformerLM) -> None:
+    """Compile what lies between an engine's hooks: each block, and the head with the loss."""
+    for block in model.layers:
+        block.forward = torch.compile(block.forward)
+    if model.lm_head is not None:
+        model.lm_head.forward = torch.compile(model.lm_head.forward)
+    else:
+        model.head = torch.compile(model.head)
+
+
+def measure_step(setting: Setting, device: torch.device) -> dict[str, Any]:
+    """Times, memory and the trace's shares of one setting; a collective. Bytes are this rank's."""
+    subject = Subject(setting, device)
+    first_start = time.perf_counter()
+    losses = [subject.step() for _ in range(setting.warmup)]
+    synchronize(device)
+    first = time.perf_counter() - first_start
+    samples = time_back_to_back(subject.step, setting.steps, device)
+    metrics: dict[str, Any] = {"time.step": summary(samples), "time.warmup": first * 1e3, "loss": losses[-1].item()}
+    tokens = setting.batch_size * setting.model.context_length * dist.get_world_size()
+    metrics["tokens_per_second"] = tokens / metrics["time.step"]["median"] * 1e3
+    metrics |= memory(subject)
+    if setting.trace:
+        metrics |= shares(subject.step, device)
+    metrics["parameters.total"] = subject.parameters
+    return metrics
+
+
+def time_back_to_back(step: Callable[[], Any], steps: int, device: torch.device) -> list[float]:
+    """Milliseconds of each of `steps` steps that follow each other without a wait."""
+    dist.barrier()
+    synchronize(device)
+    if device.type != "cuda":
+        marks = [time.perf_counter()]
+        for _ in range(steps):
+            step()
+            marks.append(time.perf_counter())
+        return [(b - a) * 1e3 for a, b in pairwise(marks)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize(device)
+    return [a.elapsed_time(b) for a, b in pairwise(events)]
+
+
+def memory(subject: Subject) -> dict[str, Any]:
+    """Bytes of the tensors by what they are, and what the allocator says after init, before and after a step."""
+    device, on_cuda = subject.device, subject.device.type == "cuda"
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    subject.forward_backward()
+    synchronize(device)
+    before = allocated(device) - subject.start
+    optimizer, lines = subject.optimizer, []
+    if isinstance(optimizer, ShardedOptimizer):
+        lines, inner = optimizer.lines, optimizer.inner
+    else:
+        inner = optimizer
+    params = list(subject.model.parameters())
+    gradients = [line.gradient for line in lines] + [p.grad for p in params]
+    subject.optimizer.step()
+    state = [value for entry in inner.state.values() for value in entry.values() if isinstance(value, Tensor)]
+    found: dict[str, Any] = {
+        "memory.parameters": sum(line.buffer.nbytes for line in lines) or local_bytes(params),
+        "memory.gradients": local_bytes(g for g in gradients if g is not None),
+        "memory.state": local_bytes(state),
+    }
+    if lines:
+        inside = {p for line in lines for p in line.params}
+        found["memory.parameters"] += local_bytes(p for p in params if p not in inside)
+    del gradients, state
+    subject.optimizer.zero_grad()
+    synchronize(device)
+    names = ("after_init", "before_step", "after_step", "peak", "activations")
+    if not on_cuda:
+        return found | {f"memory.{name}": None for name in names}
+    peak = torch.cuda.max_memory_allocated(device) - subject.start
+    held = found["memory.parameters"] + found["memory.gradients"] + found["memory.state"]
+    values = (subject.after_init, before, allocated(device) - subject.start, peak, max(0, peak - held))
+    return found | {f"memory.{name}": value for name, value in zip(names, values, strict=True)}
+
+
+def local_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes that this rank holds of them."""
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+
+
+def shares(step: Callable[[], Any], device: torch.device, steps: int = 2) -> dict[str, Any]:
+    """From a trace of `steps` steps: milliseconds a step in communication, and those in which nothing else runs."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    dist.barrier()
+    synchronize(device)
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(steps):
+            step()
+        synchronize(device)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    communication, other = split_trace(events, device.type == "cuda")
+    total, exposed = length(communication), length(communication) - overlap(communication, other)
+    span = max((e for _, e in [*communication, *other]), default=0.0) - min(
+        (s for s, _ in [*communication, *other]), default=0.0
+    )
+    return {
+        "time.communication": total / steps / 1e3,
+        "time.exposed": exposed / steps / 1e3,
+        "exposed_share": exposed / span if span else 0.0,
+        "hidden_share": 1 - exposed / total if total else None,
+    }
+
+
+Spans = list[tuple[float, float]]
+
+
+def split_trace(events: list[dict[str, Any]], on_cuda: bool) -> tuple[Spans, Spans]:
+    """(communication, everything else) of a trace as disjoint spans in µs: kernels on a GPU, operations on a CPU."""
+    communication, other = [], []
+    for event in events:
+        if event.get("ph") != "X":
+            continue
+        kind, name = event.get("cat", ""), str(event.get("name", ""))
+        if kind not in (("kernel", "gpu_memcpy", "gpu_memset") if on_cuda else ("cpu_op", "user_annotation")):
+            continue
+        is_communication = "nccl" in name.lower() if on_cuda else name.startswith("gloo:")
+        if not on_cuda and not is_communication and not name.startswith("aten::"):
+            continue
+        span = (event["ts"], event["ts"] + event["dur"])
+        (communication if is_communication else other).append(span)
+    return merged(communication), merged(other)
+
+
+def merged(spans: Spans) -> Spans:
+    """The union of spans, as disjoint ones in order."""
+    found: Spans = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+def length(spans: Spans) -> float:
+    return sum(end - start for start, end in spans)
+
+
+def overlap(first: Spans, second: Spans) -> float:
+    """The length of the intersection of two lists of disjoint spans in order."""
+    total, i, j = 0.0, 0, 0
+    while i < len(first) and j < len(second):
+        total += max(0.0, min(first[i][1], second[j][1]) - max(first[i][0], second[j][0]))
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def at_context(model: ModelConfig, context_length: int) -> ModelConfig:
+    """A shape as the steps are measured: PyTorch's attention, plain operations for the compiler, a chunked loss."""
+    return replace(model, context_length=context_length, attention="sdpa", kernels="loss").resolve()

@@ -1,0 +1,139 @@
+"""A configuration → the engine around a TransformerLM, with its optimizer.
+
+What the engines must know of the model stands here: which modules run in which order, and which weights are read when.
+"""
+
+from collections.abc import Callable
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import nn
+
+from groundup.config import ParallelConfig
+from groundup.errors import UserError
+from groundup.model import Embedding, Linear, RMSNorm, RotaryEmbedding, TransformerLM
+from groundup.optim import Muon
+from groundup.parallel.agree import check_agreement
+from groundup.parallel.ddp import BucketedDDP, DataParallel, FlatDDP, NaiveDDP, OverlapDDP
+from groundup.parallel.fsdp import FSDP, LAYERS, UnitPlan
+from groundup.parallel.torch_engines import TorchDDP, TorchFSDP2
+from groundup.parallel.whole import WholeParameterOptimizer, muon_cost
+from groundup.parallel.zero import ShardedDDP, ShardedOptimizer
+
+REDUCE = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def gates(model: TransformerLM) -> list[nn.Module]:
+    """The modules that a forward pass calls in this order; ln_final comes before the head reads its weight."""
+    return [model.token_embeddings, *model.layers, model.ln_final]
+
+
+def units(model: TransformerLM) -> list[UnitPlan]:
+    """What FSDP gathers together: the embedding, each block, the head. A tied table stays whole from first to last."""
+    blocks = [UnitPlan(block, [m for m in block.modules() if isinstance(m, LAYERS)]) for block in model.layers]
+    if model.lm_head is None:
+        return [UnitPlan(model, [model.token_embeddings], keep=True), *blocks]
+    return [
+        UnitPlan(model.token_embeddings, [model.token_embeddings]),
+        *blocks,
+        UnitPlan(model.lm_head, [model.lm_head]),
+    ]
+
+
+def parallelize(
+    model: TransformerLM,
+    parallel: ParallelConfig,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    compute_dtype: torch.dtype | None = None,
+    materialise: Callable[[nn.Module], None] | None = None,
+    average: bool = False,
+) -> tuple[DataParallel, torch.optim.Optimizer]:
+    """(engine, optimizer) for a model on its device, on every rank alike; the process group must be there.
+
+    Gradients are summed over ranks, as each rank's loss is divided by the global token count (`average` divides).
+    `make_optimizer` says which parameters move how; it sees the model before anything is sharded. `compute_dtype`: the
+    type of FSDP's gathered weights. Raises UserError for combinations that cannot be.
+    """
+    parallel.check()
+    check_agreement(model, timeout=parallel.start_timeout)
+    plain = make_optimizer(model)
+    extra = {name: getattr(plain, name) for name in ("master_weights", "seed") if hasattr(plain, name)}
+    common: dict[str, Any] = {
+        "average": average,
+        "reduce_dtype": REDUCE[parallel.reduce],
+        "timeout": parallel.start_timeout,
+    }
+    if parallel.data in ("fsdp", "torch-fsdp2"):
+        if isinstance(plain, Muon):
+            raise UserError(
+                f'optim.name "muon" needs whole matrices, which parallel.data "{parallel.data}" cuts; use "bucketed" '
+                'with parallel.optimizer "zero1"'
+            )
+        names = {p: name for name, p in model.named_parameters()}
+        groups = [{**g, "params": [names[p] for p in g["params"]]} for g in plain.param_groups]
+        if parallel.data == "fsdp":
+            engine: DataParallel = FSDP(
+                model,
+                compute_dtype,
+                units=units(model),
+                prefetch=parallel.prefetch,
+                materialise=materialise,
+                **common,
+            )
+        else:
+            engine = TorchFSDP2(model, list(model.layers), compute_dtype, **common)
+        now = dict(model.named_parameters())
+        return engine, type(plain)([{**g, "params": [now[n] for n in g["params"]]} for g in groups], **extra)
+    if parallel.optimizer == "zero1" and isinstance(plain, Muon):
+        engine = _whole_weights(model, parallel, common)
+        return engine, WholeParameterOptimizer(plain.param_groups, Muon, cost=muon_cost, **extra)
+    if parallel.optimizer == "zero1":
+        bucket_mb = parallel.bucket_mb
+        if parallel.data == "bucketed":
+            # The model's values must be rank 0's before they move into the optimizer's buffers: ShardedDDP sees to it.
+            optimizer = ShardedOptimizer(plain.param_groups, type(plain), bucket_mb=bucket_mb, **extra)
+            return ShardedDDP(model, optimizer, gates=gates(model), **common), optimizer
+        engine = _whole_weights(model, parallel, common)
+        return engine, ShardedOptimizer(plain.param_groups, type(plain), bucket_mb=bucket_mb, **extra)
+    return _whole_weights(model, parallel, common), plain
+
+
+def _whole_weights(model: nn.Module, parallel: ParallelConfig, common: dict[str, Any]) -> DataParallel:
+    if parallel.data == "naive":
+        return NaiveDDP(model, **common)
+    if parallel.data == "flat":
+        return FlatDDP(model, **common)
+    if parallel.data == "overlap":
+        return OverlapDDP(model, **common)
+    if parallel.data == "bucketed":
+        return BucketedDDP(model, parallel.bucket_mb, **common)
+    return TorchDDP(model, parallel.bucket_mb, **common)
+
+
+def materialiser(model: TransformerLM, seed: int, device: torch.device) -> Callable[[nn.Module], None]:
+    """For a model on the meta device: gives one module memory on `device`, and the values of model.init_weights(seed).
+
+    Called for every module in the order of modules(), it draws the very numbers that a whole model would get on a
+    device of that kind.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    std = 1 / sqrt(model.config.d_model) if model.lm_head is None else 1.0
+
+    @torch.no_grad()
+    def materialise(module: nn.Module) -> None:
+        if isinstance(module, RotaryEmbedding):
+            module.to_empty(device=device, recurse=False)
+            module.reset(device)
+            return
+        if not any(p.is_meta for p in module.parameters(recurse=False)):
+            return
+        module.to_empty(device=device, recurse=False)
+        if isinstance(module, Linear):
+            module.init_weights(generator)
+        elif isinstance(module, Embedding):
+            module.init_weights(generator, std)
+        elif isinstance(module, RMSNorm):
+            nn.init.ones_(module.weight)
+
+    return materialise
