@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from groundup.account import Setting, matrix_products, parameter_shapes, parameters, trace
 from groundup.account.flops import flops
 from groundup.config import SIZES, ModelConfig, size
 from groundup.errors import UserError
-from groundup.model import TransformerLM, count_parameters, cross_entropy
-from groundup.model.attention import causal_mask
+from groundup.model import TransformerLM, count_parameters
 
 TINY: dict[str, Any] = {
     "vocab_size": 37,
@@ -32,10 +30,31 @@ SHAPES = [
     {"n_heads": 1},
     {"d_ff": 0, "n_layers": 1},
 ]
+VARIANTS = [
+    {"norm": "post"},
+    {"norm": "none"},
+    {"position": "nope"},
+    {"position": "nope", "n_kv_heads": 2, "qk_norm": True},
+    {"ffn": "silu"},
+    {"ffn": "relu2"},
+    {"qk_norm": True},
+    {"attention_softcap": 5.0, "logit_softcap": 5.0},
+    {"norm": "post", "ffn": "relu2", "qk_norm": True, "logit_softcap": 5.0, "tie_embeddings": True, "n_kv_heads": 1},
+]
 
 
 def tiny(**changes: Any) -> ModelConfig:
     return ModelConfig(**(TINY | changes)).resolve()
+
+
+@pytest.mark.parametrize("changes", VARIANTS)
+def test_parameters_of_every_variant_are_the_models(changes: dict[str, Any]) -> None:
+    config = tiny(**changes)
+    model = TransformerLM(config)
+    table = parameters(config)
+    assert table["total"] == count_parameters(model)
+    assert list(parameter_shapes(config).items()) == [(n, tuple(p.shape)) for n, p in model.named_parameters()]
+    assert table["layer"] == count_parameters(model.layers[0])
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -81,7 +100,7 @@ def test_the_two_figures_that_circulate_for_gpt2_xl() -> None:
     assert round(table["ungated.forward"] / 1e12, 2) == 3.51
 
 
-@pytest.mark.parametrize("changes", SHAPES)
+@pytest.mark.parametrize("changes", SHAPES + VARIANTS)
 def test_flops_equal_torchs_counter(changes: dict[str, Any]) -> None:
     config = tiny(**changes)
     ids = torch.zeros(3, 10, dtype=torch.int64)
@@ -100,40 +119,26 @@ def test_flops_equal_torchs_counter(changes: dict[str, Any]) -> None:
 def test_recomputed_flops_equal_torchs_counter(every: int, precision: str) -> None:
     config = tiny()
     ids = torch.zeros(2, 12, dtype=torch.int64)
-    model = TransformerLM(config)
+    model = TransformerLM(replace(config, checkpoint_activations=every))
     autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext()
     with FlopCounterMode(display=False) as counter:
         with autocast:
-            loss = checkpointed_loss(model, ids, every)
+            loss = model(ids, ids)
         loss.backward()
     assert flops(config, 2, 12, checkpoint_every=every)["total"] == counter.get_total_flops()
     step = trace(config, Setting(2, 12, "forward-backward", precision, checkpoint_every=every))
     assert sum(k.flops for k in step.kernels) == counter.get_total_flops()
 
 
-def checkpointed_loss(model: TransformerLM, ids: torch.Tensor, every: int) -> torch.Tensor:
-    """The model's loss with torch's activation checkpointing around every few blocks."""
-    seq, layers = ids.shape[1], list(model.layers)
-    mask, rotation = causal_mask(seq, seq), model.rope(slice(0, seq))
-    x = model.token_embeddings(ids)
-    for first in range(0, len(layers), every):
-
-        def piece(x: torch.Tensor, first: int = first) -> torch.Tensor:
-            for block in layers[first : first + every]:
-                x = block(x, mask, rotation)
-            return x
-
-        x = checkpoint(piece, x, use_reentrant=False)
-    assert model.lm_head is not None
-    return cross_entropy(model.lm_head(model.ln_final(x)), ids)
-
-
-@pytest.mark.parametrize("attention", ["reference", "flash"])
-@pytest.mark.parametrize("changes", SHAPES)
-def test_listed_products_are_the_traced_kernels(changes: dict[str, Any], attention: str) -> None:
+@pytest.mark.parametrize(
+    ("attention", "kernels"),
+    [("reference", "reference"), ("flash", "triton"), ("flash", "loss"), ("reference", "triton")],
+)
+@pytest.mark.parametrize("changes", SHAPES + VARIANTS)
+def test_listed_products_are_the_traced_kernels(changes: dict[str, Any], attention: str, kernels: str) -> None:
     config = tiny(**changes)
-    step = trace(config, Setting(3, 10, "forward-backward", attention=attention))
-    products = matrix_products(config, 3, 10, attention)
+    step = trace(config, Setting(3, 10, "forward-backward", attention=attention, kernels=kernels))
+    products = matrix_products(config, 3, 10, attention, kernels=kernels)
     for phase, listed in (("forward", "forward_flops"), ("backward", "backward_flops")):
         traced = sum(k.flops for k in step.kernels if k.phase == phase)
         assert traced == sum(getattr(p, listed) for p in products)

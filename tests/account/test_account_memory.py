@@ -3,11 +3,12 @@
 import warnings
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from test_account_counts import SHAPES, checkpointed_loss, tiny
+from test_account_counts import SHAPES, VARIANTS, tiny
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from groundup.account import Setting, parameter_shapes, parameters, trace
@@ -34,7 +35,7 @@ def real_model(config: ModelConfig, precision: str) -> TransformerLM:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("changes", SHAPES)
+@pytest.mark.parametrize("changes", SHAPES + VARIANTS)
 @pytest.mark.parametrize(("batch", "context"), [(3, 12), (1, 7), (2, 1)])
 def test_saved_tensors_are_autograds(changes: dict[str, Any], batch: int, context: int, precision: str) -> None:
     config = tiny(**changes)
@@ -97,6 +98,9 @@ PEAKS = [
     {"vocab_size": 3000, "context_length": 32},
     {"vocab_size": 3000, "context_length": 32, "tie_embeddings": True},
     {"d_model": 64, "context_length": 96, "n_heads": 1, "d_ff": 512},
+    {"d_model": 64, "context_length": 128, "norm": "post", "ffn": "relu2", "d_ff": 256, "position": "nope"},
+    {"d_model": 64, "context_length": 128, "norm": "none", "ffn": "silu", "attention_softcap": 5.0},
+    {"d_model": 64, "context_length": 64, "vocab_size": 1000, "qk_norm": True, "logit_softcap": 5.0},
 ]
 
 
@@ -135,7 +139,8 @@ def test_every_allocation_is_torchs(changes: dict[str, Any], monkeypatch: pytest
     LoggingAllocator.log.clear()
     monkeypatch.setattr("groundup.account.memory.PlainAllocator", LoggingAllocator)
     trace(config, Setting(3, mode="forward-backward"), plain=True, steps=1)
-    before = len(parameter_shapes(config)) + 4  # two rotary tables, ids, targets
+    tables = 2 if config.position == "rope" else 0
+    before = len(parameter_shapes(config)) + tables + 2  # ids and targets
     base = LoggingAllocator.log[before - 1][1]
     predicted = [(n, held - base) for n, held in LoggingAllocator.log[before:] if n > noise]
     assert [n for n, _ in predicted] == [n for n, _ in measured]
@@ -183,14 +188,14 @@ def test_peak_of_a_forward_pass_without_gradients(changes: dict[str, Any], preci
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_peaks_with_activation_checkpointing(every: int, precision: str) -> None:
-    """torch keeps a random state a piece (host memory, about 5 kB each) that a GPU's peak does not see."""
+    """The host keeps the recomputation's frames, which a GPU's peak does not see."""
     config = tiny(d_model=64, context_length=128)
-    model = real_model(config, precision)
+    model = real_model(replace(config, checkpoint_activations=every), precision)
     ids = torch.randint(config.vocab_size, (3, config.context_length))
 
     def step() -> torch.Tensor:
         with autocast(precision):
-            loss = checkpointed_loss(model, ids, every)
+            loss = model(ids, ids)
         with record_function("MARK"):
             pass
         loss.backward()

@@ -30,7 +30,8 @@ class MatrixProduct:
     part: str
     """attention projections, attention scores, feed-forward or head."""
     executed: float = 1.0
-    """The share of the full product that the kernel runs: 1/2 where it skips what the causal mask hides."""
+    """How much of the full product the kernel runs: 1/2 where it skips what the causal mask hides, 3 where it makes the
+    two gradients as well."""
     backward_factor: float = 2.0
     """Backward's work over forward's."""
 
@@ -49,12 +50,22 @@ class MatrixProduct:
 
 
 def matrix_products(
-    config: ModelConfig, batch: int, context: int, attention: str = "reference", gated: bool = True
+    config: ModelConfig,
+    batch: int,
+    context: int,
+    attention: str = "reference",
+    gated: bool | None = None,
+    kernels: str = "reference",
 ) -> list[MatrixProduct]:
-    """Every product of one forward pass, in the model's order; `config` is resolved."""
+    """Every product of one forward pass, in the model's order; `config` is resolved.
+
+    With kernels other than the reference the loss makes its gradients in the forward pass, the head's among them.
+    """
+    gated = config.gated if gated is None else gated
     d, layers, heads, d_head = config.d_model, config.n_layers, config.n_heads, config.d_head
     rows = batch * context
     skips = {"executed": 0.5, "backward_factor": 2.5} if attention == "flash" else {}
+    in_forward = {} if kernels == "reference" else {"executed": 3.0, "backward_factor": 0.0}
     pairs = (layers, batch * heads, context)
     products = [
         MatrixProduct("attn.qkv", layers, 1, rows, d, (heads + 2 * config.n_kv_heads) * d_head, "projections"),
@@ -64,7 +75,7 @@ def matrix_products(
         MatrixProduct("ffn.w1", layers, 1, rows, d, config.d_ff, "ffn"),
         MatrixProduct("ffn.w3", layers, 1, rows, d, config.d_ff, "ffn"),
         MatrixProduct("ffn.w2", layers, 1, rows, config.d_ff, d, "ffn"),
-        MatrixProduct("head", 1, 1, rows, d, config.vocab_size, "head"),
+        MatrixProduct("head", 1, 1, rows, d, config.vocab_size, "head", **in_forward),
     ]
     return products if gated else [p for p in products if p.name != "ffn.w3"]
 
@@ -75,7 +86,8 @@ def flops(
     context: int,
     attention: str = "reference",
     checkpoint_every: int = 0,
-    gated: bool = True,
+    gated: bool | None = None,
+    kernels: str = "reference",
 ) -> dict[str, float]:
     """FLOP of one step and their shares.
 
@@ -83,7 +95,7 @@ def flops(
     piece), total (executed), {projections,scores,ffn,head} and share.… of forward, convention (6·N + 12·L·d·T a
     token, times the tokens), per_token, ungated.forward.
     """
-    products = matrix_products(config, batch, context, attention, gated)
+    products = matrix_products(config, batch, context, attention, gated, kernels)
     table: dict[str, float] = {
         "forward": sum(p.forward_flops for p in products),
         "backward": sum(p.backward_flops for p in products),
@@ -96,7 +108,7 @@ def flops(
     tokens = batch * context
     table["convention"] = tokens * convention_per_token(config, context, gated)
     table["per_token"] = table["total"] / tokens
-    ungated = matrix_products(config, batch, context, attention, gated=False)
+    ungated = matrix_products(config, batch, context, attention, False, kernels)
     table["ungated.forward"] = sum(p.forward_flops for p in ungated)
     return table
 
@@ -114,7 +126,7 @@ def recompute_flops(config: ModelConfig, products: list[MatrixProduct], every: i
     return again - sum(p.forward_flops // p.count * pieces for p in products if p.name == "ffn.w2")
 
 
-def convention_per_token(config: ModelConfig, context: int, gated: bool = True) -> int:
+def convention_per_token(config: ModelConfig, context: int, gated: bool | None = None) -> int:
     """6·N + 12·L·d·T FLOP a trained token: N the parameters that multiply every token (no embedding, no gains)."""
     matrix = parameters(config, gated)["matrix"]
     return 6 * matrix + 12 * config.n_layers * config.n_heads * config.d_head * context

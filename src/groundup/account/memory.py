@@ -6,6 +6,7 @@ operation, and cuBLAS's workspaces, which are counted on a line of their own.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from groundup.account import program
 from groundup.account.allocator import PlainAllocator
@@ -14,10 +15,13 @@ from groundup.account.tape import ITEMSIZE, DType, Kernel, Phase, Tape
 from groundup.config import ModelConfig
 from groundup.errors import UserError
 
-PRECISIONS = ("fp32", "tf32", "bf16-mixed", "bf16-pure")
-"""fp32, tf32: float32 tensors. bf16-mixed: float32 weights, bf16 autocast. bf16-pure: weights and state in bf16."""
+PRECISIONS = ("fp32", "tf32", "bf16-mixed", "fp16-mixed", "bf16-pure")
+"""fp32, tf32: float32 tensors. bf16-mixed: float32 weights, bf16 autocast; fp16-mixed needs the same bytes and time.
+bf16-pure: weights and state in bf16."""
 MODES = ("forward", "forward-backward", "train-step")
 ATTENTIONS = ("reference", "flash")
+KERNELS = ("reference", "loss", "triton")
+"""Norm, RoPE, SwiGLU and loss in plain operations; the loss alone without full logits; kernels for all."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,16 @@ class Setting:
     """For mode forward: whether the loss is computed; without it the pass ends with the logits."""
     workspace_mib: float = 32
     """cuBLAS's workspace for each thread that multiplies."""
+    kernels: str = "reference"
+
+    @staticmethod
+    def on_gpu(config: ModelConfig, **fields: Any) -> "Setting":
+        """What `config` itself says of attention, kernels and checkpointing, `auto` as on a GPU; the rest as given."""
+        attention = "reference" if config.attention == "reference" else "flash"
+        kernels = "triton" if config.kernels == "auto" else config.kernels
+        how: dict[str, Any] = {"attention": attention, "kernels": kernels}
+        how["checkpoint_every"] = config.checkpoint_activations
+        return Setting(**(how | fields))
 
     def checked(self, config: ModelConfig) -> "Setting":
         """The same with the context filled in. Raises UserError naming the offending value."""
@@ -45,6 +59,7 @@ class Setting:
             ("mode", self.mode, MODES),
             ("precision", self.precision, PRECISIONS),
             ("attention", self.attention, ATTENTIONS),
+            ("kernels", self.kernels, KERNELS),
         ):
             if value not in legal:
                 raise UserError(f'no {name} "{value}"; legal: {", ".join(legal)}')
@@ -108,8 +123,9 @@ def trace(config: ModelConfig, setting: Setting, plain: bool = False, steps: int
     """
     setting = setting.checked(config)
     workspace = 0 if plain else int(setting.workspace_mib * 2**20)
-    tape = Tape(setting.precision == "bf16-mixed", workspace, PlainAllocator() if plain else None)
-    model = program.build(tape, config, setting.weights, setting.attention, setting.checkpoint_every)
+    tape = Tape(setting.precision.endswith("mixed"), workspace, PlainAllocator() if plain else None)
+    how = program.How(setting.attention, setting.kernels, setting.checkpoint_every)
+    model = program.build(tape, config, setting.weights, how)
     shape = (setting.batch, setting.context)
     ids, targets = (tape.empty(shape, "int64", name, "inputs") for name in ("ids", "targets"))
     optimizer = program.AdamW(model) if setting.mode == "train-step" else None
@@ -132,7 +148,7 @@ def trace(config: ModelConfig, setting: Setting, plain: bool = False, steps: int
         tape.enter(f"{prefix}rest")
         del out
     tape.finish()
-    buffers = model.cos.storage.nbytes + model.sin.storage.nbytes
+    buffers = sum(angles.nbytes for angles in model.angles)
     return Step(
         setting, tape.phases, tape.kernels[start:], saved, tape.live.get("workspace", 0), 2 * ids.nbytes, buffers
     )
@@ -170,7 +186,7 @@ def table_of(config: ModelConfig, step: Step) -> dict[str, int]:
     weights = count * ITEMSIZE[setting.weights]
     trains = setting.mode == "train-step"
     logits = setting.batch * setting.context * config.vocab_size * (4 if setting.weights == "fp32" else 2)
-    if setting.precision == "bf16-mixed":
+    if setting.precision.endswith("mixed"):
         logits //= 2
     table = {
         "parameters": weights,
@@ -181,7 +197,7 @@ def table_of(config: ModelConfig, step: Step) -> dict[str, int]:
         "activations": sum(t.bytes for t in step.saved),
         "logits": logits,
         "kv_cache": kv_cache_bytes(
-            config, setting.batch, setting.context, 2 if setting.precision.startswith("bf16") else 4
+            config, setting.batch, setting.context, 4 if setting.precision.endswith("32") else 2
         ),
         "workspace": step.workspace,
     }

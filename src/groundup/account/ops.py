@@ -241,6 +241,19 @@ def sigmoid(x: Tensor) -> Tensor:
     return _keeps_result("sigmoid", x, lambda grad, y: result("sigmoid_backward", grad.shape, grad.dtype, grad, y))
 
 
+def relu(x: Tensor) -> Tensor:
+    return _keeps_result("relu", x, lambda grad, y: result("threshold_backward", grad.shape, grad.dtype, grad, y))
+
+
+def soft_cap(x: Tensor) -> Tensor:
+    """cap · tanh(x / cap)."""
+
+    def backward(grad: Tensor, y: Tensor) -> Tensor:
+        return result("tanh_backward", grad.shape, grad.dtype, grad, y)
+
+    return scalar("mul", _keeps_result("tanh", scalar("div", x), backward))
+
+
 def rsqrt(x: Tensor) -> Tensor:
     """backward: -½ · grad · y³."""
 

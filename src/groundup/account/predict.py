@@ -17,6 +17,7 @@ def predict_step(
     precision: str = "fp32",
     *,
     attention: str = "reference",
+    kernels: str = "reference",
     checkpoint_every: int = 0,
     grad: bool = False,
     loss: bool = True,
@@ -32,12 +33,12 @@ def predict_step(
     """
     device = gpu_named(gpu)
     setting = Setting(
-        batch, context, mode, precision, attention, checkpoint_every, grad, loss, device.cublas_workspace_mib
+        batch, context, mode, precision, attention, checkpoint_every, grad, loss, device.cublas_workspace_mib, kernels
     )
     config = config.resolve()
     step = trace(config, setting.checked(config))
     table: dict[str, float] = {f"parameters.{key}": value for key, value in parameters(config).items()}
-    work = flops(config, batch, context, attention, checkpoint_every)
+    work = flops(config, batch, context, attention, checkpoint_every, kernels=kernels)
     if mode == "forward":
         work["backward"] = work["recompute"] = 0
         work["total"] = work["forward"]

@@ -7,10 +7,19 @@ variable keeps a tensor alive. tests/account holds the two together, byte for by
 from dataclasses import dataclass
 from functools import partial
 
-from groundup.account import ops, products
+from groundup.account import fused, ops, products
 from groundup.account.params import parameter_shapes
 from groundup.account.tape import DType, Kernel, Tape, Tensor
 from groundup.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class How:
+    """memory.Setting's choices of how the model is computed."""
+
+    attention: str
+    kernels: str
+    checkpoint_every: int
 
 
 @dataclass
@@ -18,11 +27,10 @@ class Model:
     """Parameters and buffers of one model on the device."""
 
     config: ModelConfig
-    attention: str
-    checkpoint_every: int
+    how: How
     parameters: dict[str, Tensor]
-    cos: Tensor
-    sin: Tensor
+    angles: list[Tensor]
+    """cos and sin; empty without RoPE."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self.parameters[name]
@@ -32,101 +40,124 @@ class Model:
             p.grad = None
 
 
-def build(tape: Tape, config: ModelConfig, dtype: DType, attention: str, checkpoint_every: int) -> Model:
+def build(tape: Tape, config: ModelConfig, dtype: DType, how: How) -> Model:
     """The model's memory after construction."""
     parameters = {}
     for name, shape in parameter_shapes(config).items():
         parameters[name] = tape.empty(shape, dtype, name, "parameters")
         parameters[name].requires_grad = True
-    angles = (config.context_length, config.d_head // 2)
-    cos, sin = (tape.empty(angles, "fp32", f"rope.{name}", "buffers") for name in ("cos", "sin"))
-    return Model(config, attention, checkpoint_every, parameters, cos, sin)
+    table = (config.context_length, config.d_head // 2)
+    names = ("cos", "sin") if config.position == "rope" else ()
+    return Model(config, how, parameters, [tape.empty(table, "fp32", f"rope.{name}", "buffers") for name in names])
 
 
 def forward(model: Model, ids: Tensor, targets: Tensor | None = None) -> Tensor:
     """Logits, or the loss when targets are given: TransformerLM.forward."""
     tape, seq = ids.tape, ids.shape[-1]
-    mask = ops.result("tril", (seq, seq), "bool", ops.result("ones", (seq, seq), "bool", ids))
-    cos, sin = (ops.viewed(t, (seq, t.shape[1])) for t in (model.cos, model.sin))
+    mask = None
+    if model.how.attention == "reference":
+        mask = ops.result("tril", (seq, seq), "bool", ops.result("ones", (seq, seq), "bool", ids))
     with tape.inside("token_embeddings"):
         x = ops.embedding(model["token_embeddings.weight"], ids)
-    layers, every = model.config.n_layers, model.checkpoint_every
+    rotation = [ops.viewed(t, (seq, t.shape[1])) for t in model.angles]
+    layers, every = model.config.n_layers, model.how.checkpoint_every
     for first in range(0, layers, every or 1):
         piece = range(first, min(first + (every or 1), layers))
-        run = partial(_blocks, model, piece, mask, cos, sin)
+        run = partial(_blocks, model, piece, mask, rotation)
         x = tape.checkpoint(run, x) if every else run(x)
-    with tape.inside("ln_final"):
-        x = _rms_norm(x, model["ln_final.weight"])
-    with tape.inside("lm_head"):
-        tied = model.config.tie_embeddings
-        logits = products.linear(x, model["token_embeddings.weight" if tied else "lm_head.weight"], "logits")
-    if targets is None:
-        return logits
-    with tape.inside("loss"):
-        return _cross_entropy(logits, targets)
+    x = _norm(model, "ln_final", x) if model.config.norm == "pre" else x
+    return _head(model, x, targets)
 
 
-def _blocks(model: Model, indices: range, mask: Tensor, cos: Tensor, sin: Tensor, x: Tensor) -> Tensor:
+def _blocks(model: Model, indices: range, mask: Tensor | None, rotation: list[Tensor], x: Tensor) -> Tensor:
+    block = _post_block if model.config.norm == "post" else _block
     for index in indices:
         with x.tape.inside(f"layers.{index}"):
-            x = _block(model, f"layers.{index}", x, mask, cos, sin)
+            x = block(model, f"layers.{index}", x, mask, rotation)
     return x
 
 
-def _block(model: Model, name: str, x: Tensor, mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    tape = x.tape
-    with tape.inside("ln1"):
-        normed = _rms_norm(x, model[f"{name}.ln1.weight"])
-    with tape.inside("attn"):
-        attended = _attention(model, f"{name}.attn", normed, mask, cos, sin)
-    del normed
-    x = ops.add(x, attended)
-    del attended
-    with tape.inside("ln2"):
-        normed = _rms_norm(x, model[f"{name}.ln2.weight"])
-    with tape.inside("ffn"):
-        fed = _swiglu(model, f"{name}.ffn", normed)
-    del normed
-    return ops.add(x, fed)
+def _block(model: Model, name: str, x: Tensor, mask: Tensor | None, rotation: list[Tensor]) -> Tensor:
+    x = ops.add(x, _attention(model, f"{name}.attn", _norm(model, f"{name}.ln1", x), mask, rotation))
+    return ops.add(x, _feed_forward(model, f"{name}.ffn", _norm(model, f"{name}.ln2", x)))
 
 
-def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    wide = ops.at_least_float32(x)
-    inverse_rms = ops.rsqrt(ops.scalar("add", ops.mean_last(ops.square(wide))))
-    return ops.cast(ops.mul(ops.mul(wide, inverse_rms), weight), x.dtype)
+def _post_block(model: Model, name: str, x: Tensor, mask: Tensor | None, rotation: list[Tensor]) -> Tensor:
+    x = _norm(model, f"{name}.ln1", ops.add(x, _attention(model, f"{name}.attn", x, mask, rotation)))
+    return _norm(model, f"{name}.ln2", ops.add(x, _feed_forward(model, f"{name}.ffn", x)))
 
 
-def _swiglu(model: Model, name: str, x: Tensor) -> Tensor:
-    w1, w2, w3 = (model[f"{name}.{part}.weight"] for part in ("w1", "w2", "w3"))
-    hidden = ops.mul(_silu(products.linear(x, w1, "w1")), products.linear(x, w3, "w3"))
-    return products.linear(hidden, w2, "w2")
+def _norm(model: Model, name: str, x: Tensor) -> Tensor:
+    """RMSNorm, or nothing where the model has no such norm."""
+    weight = model.parameters.get(f"{name}.weight")
+    if weight is None:
+        return x
+    with x.tape.inside(name.rpartition(".")[2]):
+        if model.how.kernels == "triton":
+            return fused.rms_norm(x, weight)
+        wide = ops.at_least_float32(x)
+        inverse_rms = ops.rsqrt(ops.scalar("add", ops.mean_last(ops.square(wide))))
+        return ops.cast(ops.mul(ops.mul(wide, inverse_rms), weight), x.dtype)
+
+
+def _feed_forward(model: Model, name: str, x: Tensor) -> Tensor:
+    with x.tape.inside("ffn"):
+        up = products.linear(x, model[f"{name}.w1.weight"], "w1")
+        if model.config.ffn == "swiglu":
+            hidden = _gated(model, name, x, up)
+        elif model.config.ffn == "silu":
+            hidden = _silu(up)
+        else:
+            hidden = ops.square(ops.relu(up))
+        del up
+        return products.linear(hidden, model[f"{name}.w2.weight"], "w2")
+
+
+def _gated(model: Model, name: str, x: Tensor, up: Tensor) -> Tensor:
+    if model.how.kernels == "triton":
+        return fused.swiglu(up, products.linear(x, model[f"{name}.w3.weight"], "w3"))
+    return ops.mul(_silu(up), products.linear(x, model[f"{name}.w3.weight"], "w3"))
 
 
 def _silu(x: Tensor) -> Tensor:
     return ops.mul(x, ops.sigmoid(x))
 
 
-def _attention(model: Model, name: str, x: Tensor, mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _attention(model: Model, name: str, x: Tensor, mask: Tensor | None, rotation: list[Tensor]) -> Tensor:
     config = model.config
-    q, k, v = _project(model, name, x)
-    q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-    if model.attention == "flash":
-        # The kernel reads grouped heads as they are; it wants v in memory of its own.
-        heads = products.flash(q, k, ops.clone(v))
-        return products.linear(_joined(heads), model[f"{name}.output_proj.weight"], "output")
-    v_in_place = config.n_kv_heads < config.n_heads or not _scattered(v)
-    if config.n_kv_heads < config.n_heads:
+    with x.tape.inside("attn"):
+        q, k, v = _project(model, name, x, joined=mask is not None)
+        q, k = _norm(model, f"{name}.q_norm", q), _norm(model, f"{name}.k_norm", k)
+        if rotation and model.how.kernels == "triton":
+            q, k = fused.rope(q, k)
+        elif rotation:
+            q, k = _rotate(q, *rotation), _rotate(k, *rotation)
+        heads = fused.attention(q, k, v) if mask is None else _plain(config, q, k, v, mask, turned=bool(rotation))
+        batch, n_heads, seq, d_head = heads.shape
+        # The kernel's output lies as (batch, seq, heads, d_head); the plain one is copied, unless there is one head.
+        shape = (batch, seq, n_heads * d_head)
+        in_place = mask is None or n_heads == 1 or seq == 1
+        together = ops.view(heads, shape) if in_place else ops.clone(heads, shape)
+        return products.linear(together, model[f"{name}.output_proj.weight"], "output")
+
+
+def _plain(config: ModelConfig, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, turned: bool) -> Tensor:
+    """`turned`: RoPE has put q and k into memory of their own, in the order of the product."""
+    grouped = config.n_kv_heads < config.n_heads
+    if grouped:
         group = config.n_heads // config.n_kv_heads
         k, v = ops.repeat_heads(k, group), ops.repeat_heads(v, group)
-    heads = _sdpa(q, k, v, mask, v_in_place)
-    return products.linear(_joined(heads), model[f"{name}.output_proj.weight"], "output")
-
-
-def _joined(heads: Tensor) -> Tensor:
-    """(batch, heads, seq, d_head) → (batch, seq, d_model): a copy, unless there is one head."""
-    batch, n_heads, seq, d_head = heads.shape
-    shape = (batch, seq, n_heads * d_head)
-    return ops.view(heads, shape) if n_heads == 1 or seq == 1 else ops.clone(heads, shape)
+    scattered = _scattered(q)
+    scaled = ops.scalar("div", q)
+    copied = scattered and not turned
+    in_order = ops.clone(scaled) if copied else scaled, ops.clone(k) if copied and not grouped else k
+    scores = products.bmm(*in_order, "scores", transposed=True)
+    del scaled, in_order
+    scores = ops.soft_cap(scores) if config.attention_softcap else scores
+    scores = ops.masked_fill(scores, ops.result("not", mask.shape, "bool", mask))
+    weights = _softmax(scores)
+    v = ops.clone(v) if scattered and not grouped else v
+    return products.bmm(weights, v, "values", transposed=False, gradient_copied=scattered)
 
 
 def _scattered(x: Tensor) -> bool:
@@ -134,13 +165,16 @@ def _scattered(x: Tensor) -> bool:
     return x.shape[0] > 1 and x.shape[1] > 1
 
 
-def _project(model: Model, name: str, x: Tensor) -> list[Tensor]:
+def _project(model: Model, name: str, x: Tensor, joined: bool) -> list[Tensor]:
     config = model.config
     batch, seq, _ = x.shape
-    weight = ops.cat_rows([model[f"{name}.{part}_proj.weight"] for part in "qkv"])
-    heads = config.n_heads + 2 * config.n_kv_heads
-    joined = ops.view(products.linear(x, weight, "qkv"), (batch, heads, seq, config.d_head), gradient_copied=True)
-    return ops.split(joined, [config.n_heads, config.n_kv_heads, config.n_kv_heads], 1)
+    sizes = [config.n_heads, config.n_kv_heads, config.n_kv_heads]
+    weights = [model[f"{name}.{part}_proj.weight"] for part in "qkv"]
+    if not joined:
+        out = [products.linear(x, weight, part) for weight, part in zip(weights, "qkv", strict=True)]
+        return [ops.view(t, (batch, n, seq, config.d_head)) for t, n in zip(out, sizes, strict=True)]
+    together = products.linear(x, ops.cat_rows(weights), "qkv")
+    return ops.split(ops.view(together, (batch, sum(sizes), seq, config.d_head), gradient_copied=True), sizes, 1)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -151,20 +185,28 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return ops.cast(turned, x.dtype)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, v_in_place: bool) -> Tensor:
-    scores = products.bmm(ops.scalar("div", q), k, "scores", transposed=True)
-    scores = ops.masked_fill(scores, ops.result("not", mask.shape, "bool", mask))
-    weights = _softmax(scores)
-    v = v if v_in_place else ops.clone(v)
-    return products.bmm(weights, v, "values", transposed=False, gradient_copied=_scattered(q))
-
-
 def _softmax(x: Tensor) -> Tensor:
     with x.tape.inside("softmax"):
         wide = ops.at_least_float32(x)
         top = ops.clamp_min(ops.amax(wide.detach()))
         weight = ops.exp(ops.sub(wide, top))
         return ops.cast(ops.div(weight, ops.clamp_min(ops.sum_last(weight))), x.dtype)
+
+
+def _head(model: Model, x: Tensor, targets: Tensor | None) -> Tensor:
+    config = model.config
+    weight = model["token_embeddings.weight" if config.tie_embeddings else "lm_head.weight"]
+    if targets is not None and model.how.kernels != "reference":
+        with x.tape.inside("loss"):
+            return fused.linear_cross_entropy(x, weight)
+    with x.tape.inside("lm_head"):
+        logits = products.linear(x, weight, "logits")
+        if config.logit_softcap:
+            logits = ops.soft_cap(ops.at_least_float32(logits))
+    if targets is None:
+        return logits
+    with x.tape.inside("loss"):
+        return _cross_entropy(logits, targets)
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

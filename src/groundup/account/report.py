@@ -85,7 +85,7 @@ def _conditions(setting: Setting) -> str:
     pieces = f", checkpoint every {setting.checkpoint_every}" if setting.checkpoint_every else ""
     return (
         f"{setting.mode}, batch {setting.batch}, context {setting.context}, {setting.precision}, "
-        f"{setting.attention} attention{pieces}"
+        f"{setting.attention} attention, kernels {setting.kernels}{pieces}"
     )
 
 
@@ -117,8 +117,8 @@ def flops_report(config: ModelConfig, setting: Setting) -> Report:
     """Every matrix product with its shape; executed and conventional counts; gated and ungated."""
     setting = setting.checked(config)
     args = (config, setting.batch, setting.context)
-    products = matrix_products(*args, setting.attention)
-    table = flops(*args, setting.attention, setting.checkpoint_every)
+    products = matrix_products(*args, setting.attention, kernels=setting.kernels)
+    table = flops(*args, setting.attention, setting.checkpoint_every, kernels=setting.kernels)
     rows = [
         (
             *(p.name, p.count, p.batch, f"{p.m} × {p.k} × {p.n}"),

@@ -114,6 +114,10 @@ def predictions(parameters: Parameters, config: ModelConfig, hardware: str) -> d
         int(parameters["context_length"]),
         str(parameters["mode"]),
         "bf16-mixed" if precision == "bf16" else precision,
+        # Cells from before there was a choice were measured on the plain path.
+        attention="reference" if parameters.get("attention", "reference") == "reference" else "flash",
+        kernels=str(parameters.get("kernels", "reference")),
+        checkpoint_every=config.checkpoint_activations,
         grad=parameters["grad"] == "on",
         gpu=hardware or "h200-measured",  # memory does not depend on it, and times are dropped
     )

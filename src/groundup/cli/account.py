@@ -38,10 +38,14 @@ class FlopsArgs(ParamsArgs):
     """Sequences a step."""
     context: int = 0
     """Tokens a sequence; 0: the configuration's context length."""
-    attention: Literal["reference", "flash"] = "reference"
-    """reference computes all scores; flash skips what the causal mask hides and keeps no scores."""
+    attention: Literal["reference", "flash", "config"] = "reference"
+    """reference computes all scores; flash skips what the causal mask hides and keeps no scores; config: what the
+    configuration means on a GPU."""
+    kernels: Literal["reference", "loss", "triton", "config"] = "reference"
+    """reference: plain operations; loss: a cross entropy that never holds all logits; triton: kernels for norm, RoPE
+    and SwiGLU as well; config: what the configuration means on a GPU."""
     checkpoint_every: int = 0
-    """Blocks a checkpointed piece holds (activation checkpointing); 0: none."""
+    """Blocks a checkpointed piece holds (activation checkpointing); 0: the configuration's."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,8 @@ class MemoryArgs(FlopsArgs):
 
     mode: Literal["forward", "forward-backward", "train-step"] = "train-step"
     """What a step does."""
-    precision: Literal["fp32", "tf32", "bf16-mixed", "bf16-pure"] = "fp32"
-    """bf16-mixed: float32 weights under autocast. bf16-pure: weights, gradients and state in bf16."""
+    precision: Literal["fp32", "tf32", "bf16-mixed", "fp16-mixed", "bf16-pure"] = "fp32"
+    """bf16-mixed, fp16-mixed: float32 weights under autocast. bf16-pure: weights, gradients and state in bf16."""
     grad: bool = False
     """With mode forward: autograd records (the other modes always do)."""
     gpu: str = "h200-measured"
@@ -125,7 +129,9 @@ def _report(args: ParamsArgs):
     config = _config(args)
     if not isinstance(args, FlopsArgs):
         return report.params_report(config)
-    setting = Setting(args.batch, args.context, attention=args.attention, checkpoint_every=args.checkpoint_every)
+    asked = {"attention": args.attention, "kernels": args.kernels, "checkpoint_every": args.checkpoint_every}
+    given = {name: value for name, value in asked.items() if value not in ("config", 0)}
+    setting = Setting.on_gpu(config, batch=args.batch, context=args.context, **given)
     if not isinstance(args, MemoryArgs):
         return report.flops_report(config, setting)
     device = gpu(args.gpu)

@@ -128,9 +128,9 @@ class MultiHeadSelfAttention(nn.Module):
         first (a step of generation would do that for every token), and what RoPE has turned can be freed: the three
         would share one piece of memory, which v keeps alive.
         """
-        projections = (self.q_proj, self.k_proj, self.v_proj)
         if not joined:
-            return [proj(x).unflatten(-1, (-1, self.d_head)).transpose(-3, -2) for proj in projections]
-        weight = torch.cat([proj.weight for proj in projections])
+            apart = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+            return [t.unflatten(-1, (-1, self.d_head)).transpose(-3, -2) for t in apart]
+        weight = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
         heads = (x @ weight.T).unflatten(-1, (-1, self.d_head)).transpose(-3, -2)
         return list(heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=-3))

@@ -171,7 +171,7 @@ def from_hf_config(table: Mapping[str, Any], where: Path) -> ModelConfig:
     _refuse_foreign(table, where)
     rope = table.get("rope_parameters") or {}
     kind = str(table["model_type"])
-    given = {"num_key_value_heads": table.get("num_attention_heads")} | _COMMON | _DEFAULTS[kind]
+    given: dict[str, Any] = {"num_key_value_heads": table.get("num_attention_heads")} | _COMMON | _DEFAULTS[kind]
     given |= {key: value for key, value in table.items() if value is not None}
     given["rope_theta"] = rope.get("rope_theta", given["rope_theta"])
     values: dict[str, Any] = {"qk_norm": kind == "qwen3"}

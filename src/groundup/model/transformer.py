@@ -1,5 +1,6 @@
 """The decoder-only Transformer: embed, n_layers blocks, final norm, output head."""
 
+from functools import partial
 from math import sqrt
 
 import torch
@@ -106,10 +107,12 @@ class TransformerLM(nn.Module):
                 f"a sequence of {end} tokens is longer than model.context_length {self.config.context_length}; "
                 "cut it, or train with a longer context"
             )
-        x = self.token_embeddings(ids)
-        mask = causal_mask(ids.shape[-1], end, ids.device) if plain_attention(self.config.attention, x) else None
-        x = self.blocks(x, mask, self.rotation(slice(past, end)), cache)
-        return self.head(self.ln_final(x), targets, n_valid)
+        weight = self.token_embeddings.weight
+        mask = causal_mask(ids.shape[-1], end, ids.device) if plain_attention(self.config.attention, weight) else None
+        # No name for the embedded tokens here: it would hold them through all blocks.
+        x = self.blocks(self.token_embeddings(ids), mask, self.rotation(slice(past, end)), cache)
+        x = self.ln_final(x)
+        return self.head(x, targets, n_valid)
 
     def rotation(self, positions: Int[Tensor, "... seq"] | slice) -> Rotation | None:
         """What turns the queries and keys at these positions; None without RoPE."""
@@ -123,19 +126,18 @@ class TransformerLM(nn.Module):
         cache: Cache | None = None,
     ) -> Float[Tensor, "batch seq d_model"]:
         """All blocks; in training, pieces of checkpoint_activations blocks keep only what enters them."""
-        layers = list(self.layers)
         every = self.config.checkpoint_activations if torch.is_grad_enabled() and cache is None else 0
+        n_layers, size = len(self.layers), every or 1
 
-        def piece(x: Tensor, first: int, count: int) -> Tensor:
-            for index in range(first, min(first + count, len(layers))):
-                x = layers[index](x, mask, rotation, cache, index)
+        def piece(x: Tensor, first: int) -> Tensor:
+            for index in range(first, min(first + size, n_layers)):
+                x = self.layers[index](x, mask, rotation, cache, index)
             return x
 
-        if not every:
-            return piece(x, 0, len(layers))
-        for first in range(0, len(layers), every):
+        for first in range(0, n_layers, size):
             # The model draws no random numbers, so there is no random state to keep.
-            x = checkpoint(piece, x, first, every, use_reentrant=False, preserve_rng_state=False)
+            run = partial(checkpoint, piece, use_reentrant=False, preserve_rng_state=False) if every else piece
+            x = run(x, first)
         return x
 
     def head(

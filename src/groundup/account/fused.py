@@ -1,0 +1,139 @@
+"""The kernels of groundup.kernels over symbolic tensors: what one launch reads and writes, and what it keeps.
+
+They keep what their backward computes the rest from: a norm its input and one number a row, SwiGLU its two inputs, RoPE
+nothing, attention q, k, v, the output and the logsumexp, the loss its own gradients.
+"""
+
+from math import prod
+
+from groundup.account.ops import attach, cast, record, result, view
+from groundup.account.products import lowered, product
+from groundup.account.tape import ITEMSIZE, Tensor
+
+CHUNK_BYTES = 100 << 20
+"""Logits that the loss holds at once, as kernels/linear_cross_entropy.py."""
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """Keeps x and the rows' factors. The parts of the weight's gradient (a few MB) are left out."""
+    tape = x.tape
+    out, factor = tape.empty(x.shape, x.dtype, "norm"), tape.empty((prod(x.shape[:-1]),), "fp32", "rstd")
+    tape.launch("norm", (x, weight, out, factor))
+    kept = [tape.save(t, "norm") for t in (x, weight, factor)] if tape.records(x, weight) else []
+
+    def backward(grad: Tensor) -> list[Tensor]:
+        x, weight, factor = (t.get() for t in kept)
+        d_x, d_weight = tape.empty(x.shape, x.dtype, "norm.dx"), tape.empty(weight.shape, weight.dtype, "norm.dw")
+        tape.launch("norm_backward", (x, grad, factor, d_x, d_weight))
+        return [d_x, d_weight]
+
+    return attach(out, record("norm", [x, weight], backward))
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Keeps both inputs."""
+    tape = gate.tape
+    kept = [tape.save(t, "swiglu") for t in (gate, up)] if tape.records(gate, up) else []
+
+    def backward(grad: Tensor) -> list[Tensor]:
+        gate, up = (t.get() for t in kept)
+        grads = [tape.empty(t.shape, t.dtype, "swiglu.d") for t in (gate, up)]
+        tape.launch("swiglu_backward", (grad, gate, up, *grads))
+        return grads
+
+    return attach(result("swiglu", gate.shape, gate.dtype, gate, up), record("swiglu", [gate, up], backward))
+
+
+def rope(q: Tensor, k: Tensor) -> list[Tensor]:
+    """Both in one launch; keeps the table of angles alone, which is a buffer."""
+    tape = q.tape
+
+    def turned(*pair: Tensor) -> list[Tensor]:
+        out = [tape.empty(t.shape, t.dtype, "rope") for t in pair]
+        tape.launch("rope", (*pair, *out))
+        return out
+
+    node = record("rope", [q, k], turned, 2)
+    return [attach(t, node, i) for i, t in enumerate(turned(q, k))]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal FlashAttention-2 (Dao 2023): keeps q, k, v, the output and a float32 logsumexp a row, no scores.
+
+    It skips the key blocks after a query block, so half of the N² products are executed; backward executes five
+    products where forward executes two, since it makes the scores again. k and v may have fewer heads than q.
+    """
+    q, k, v = lowered(q), lowered(k), lowered(v)
+    tape = q.tape
+    batch, heads, seq, d_head = q.shape
+    sizes = (batch * heads, seq, d_head, seq)
+    out = tape.empty(q.shape, q.dtype, "flash")
+    logsumexp = tape.empty(q.shape[:-1], "fp32", "logsumexp")
+    tape.launch("flash", (q, k, v, out, logsumexp), 2 * prod(sizes), sizes)
+    kept = [tape.save(t, "flash") for t in (q, k, v, out, logsumexp)] if tape.records(q, k, v) else []
+
+    def backward(grad: Tensor) -> list[Tensor]:
+        q, k, v, out, logsumexp = (t.get() for t in kept)
+        delta = result("rowsum", logsumexp.shape, "fp32", grad, out)
+        grads = [tape.empty(t.shape, t.dtype, f"flash.d{name}") for name, t in zip("qkv", (q, k, v), strict=True)]
+        tape.launch("flash_backward", (q, k, v, grad, logsumexp, delta, *grads), 5 * prod(sizes), sizes)
+        return grads
+
+    return attach(out, record("flash", [q, k, v], backward))
+
+
+def chunk_rows(n_tokens: int, vocab: int, width: int, item: int) -> int:
+    """Tokens in a chunk of the loss, as the function of this name in kernels/linear_cross_entropy.py."""
+    budget = max(CHUNK_BYTES, vocab * width * 4 * 3 // 16)
+    return min(n_tokens, max(128, budget // (vocab * item) // 128 * 128))
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor) -> Tensor:
+    """Logits, loss and both gradients chunk by chunk; the backward only scales what was kept."""
+    tape = x.tape
+    needed = tape.records(x, weight)
+    x = lowered(x)
+    (*_, width), (vocab, _), dtype = x.shape, weight.shape, x.dtype
+    rows = prod(x.shape[:-1])
+    x = view(x, (rows, width))
+    head = cast(weight.detach(), dtype)
+    losses = tape.empty((rows,), "fp32", "losses")
+    d_x = tape.empty(x.shape, dtype, "dx") if needed else None
+    d_weight = tape.empty(weight.shape, "fp32", "dw") if needed else None
+    chunk = chunk_rows(rows, vocab, width, ITEMSIZE[dtype])
+    for first in range(0, rows, chunk):
+        _loss_chunk(x, head, losses, d_x, d_weight, min(chunk, rows - first))
+    del head
+    loss = result("sum", (), "fp32", losses)
+    if d_x is None or d_weight is None:
+        return loss
+    for gradient in (d_x, d_weight):
+        tape.launch("div", (gradient, gradient))
+    if d_weight.dtype != weight.dtype and d_weight.numel < 1 << 20:
+        d_weight = result("cast", weight.shape, weight.dtype, d_weight)
+    # A large one stays within the memory of the float32 one.
+    d_weight.dtype = weight.dtype
+    kept = [tape.save(t, "loss") for t in (d_x, d_weight, result("ones", (), "fp32", loss))]
+
+    def backward(grad: Tensor) -> list[Tensor]:
+        grads = [t.get() for t in kept][:2]
+        for gradient in grads:
+            tape.launch("mul", (gradient, gradient))
+        return grads
+
+    return attach(loss, record("loss", [x, weight], backward))
+
+
+def _loss_chunk(
+    x: Tensor, head: Tensor, losses: Tensor, d_x: Tensor | None, d_weight: Tensor | None, rows: int
+) -> None:
+    """A chunk's logits, which become their own gradient in place, and what they add to both gradients."""
+    tape, (vocab, width) = x.tape, head.shape
+    part = Tensor((rows, width), x.dtype, x.storage)
+    logits = product("logits", part, head, (rows, vocab), (1, rows, width, vocab))
+    tape.launch("loss", (logits, logits))
+    if d_x is not None and d_weight is not None:
+        out = Tensor(part.shape, d_x.dtype, d_x.storage)
+        tape.launch("logits.dx", (logits, head, out), 2 * rows * width * vocab, (1, rows, vocab, width))
+        sizes = (1, vocab, rows, width)
+        tape.launch("logits.dw", (logits, part, d_weight, d_weight), 2 * rows * width * vocab, sizes)
