@@ -34,6 +34,17 @@ CASES = {
     "epoch end": {"n_train": 1153, "kill_at": 9},
     "inside an epoch, two passes": {"n_train": 800},
     "no evaluation": {"eval_every": 0},
+    "fp16 and its loss scale": {"precision": "fp16-mixed"},
+    "bf16 weights, rounded at random": {"precision": "bf16-pure", "optim": {"master_weights": False}},
+    "Muon": {"optim": {"name": "muon"}},
+}
+FIFTY = {
+    # A save at step 50, the death at step 52, then 50 steps again.
+    "plain": {},
+    "accumulation": {"grad_accumulation": 4},
+    # 6,401 tokens are 200 windows of 32, 50 steps of 4: the save is an epoch's end.
+    "epoch end": {"n_train": 6401},
+    "compiled": {"compile": True, "deterministic": True},
 }
 
 
@@ -76,6 +87,41 @@ def test_resume_after_a_crash_is_bit_exact(case: str, tmp_path: Path):
     assert (result.step, result.interrupted) == (12, False)
     same_run(tmp_path / "whole", tmp_path / "broken")
     assert [row["step"] for row in read_metrics(tmp_path / "whole") if "loss" in row] == list(range(1, 13))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FIFTY)
+def test_fifty_steps_after_a_resume_are_bit_equal(case: str, tmp_path: Path):
+    fields = {"steps": 100, "save_every": 50, "eval_every": 20, **FIFTY[case]}
+    data = write_tokens(tmp_path / "tokens", n_train=fields.pop("n_train", 4000))
+    config = tiny_config(data, **fields)
+    train(config, tmp_path / "whole")
+    with pytest.raises(Crash):
+        train(config, tmp_path / "broken", progress=Recorder({52: crash}))
+    torch.compiler.reset()  # a resume compiles anew, as a new process would
+    watcher = Recorder()
+    train(config, tmp_path / "broken", resume=True, progress=watcher)
+    assert watcher.plans[0].first_step == 51
+    same_run(tmp_path / "whole", tmp_path / "broken")
+
+
+def test_deterministic_holds_during_a_run_and_not_after(tokens: Path, tmp_path: Path):
+    seen = []
+    at = {1: lambda: seen.append(torch.are_deterministic_algorithms_enabled())}
+    train(tiny_config(tokens, steps=1), tmp_path / "plain", progress=Recorder(at))
+    train(tiny_config(tokens, steps=1, deterministic=True), tmp_path / "strict", progress=Recorder(at))
+    assert seen == [False, True]
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_a_field_newer_than_the_checkpoint_had_its_default(crashed: Path, tokens: Path):
+    file = crashed / "checkpoints" / "step-00000006" / "state.json"
+    state = json.loads(file.read_text())
+    del state["config"]["train.skip_spikes"], state["extra"], state["data"]["edges"]
+    file.write_text(json.dumps(state))
+    train(tiny_config(tokens), crashed, resume=True)
+    assert len(read_metrics(crashed)) == 14
 
 
 def test_random_numbers_go_on_where_they_were(tokens: Path, tmp_path: Path):

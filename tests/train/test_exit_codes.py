@@ -1,0 +1,39 @@
+"""What a scheduler sees of `groundup train`: 75 when it was told to stop and has saved, 0 when a requeued run ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny_runs import tiny_config, write_tokens
+
+from groundup.config import dump_toml
+from groundup.train.checkpoint import checkpoint_steps
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_asks_to_be_queued_again(number: signal.Signals, tmp_path: Path):
+    tokens = write_tokens(tmp_path / "tokens")
+    config = tmp_path / "config.toml"
+    config.write_text(dump_toml(tiny_config(tokens, steps=400, eval_every=0, save_every=0, keep_every=10)))
+    out = tmp_path / "run"
+    # The same line each time, as a job script has it: --resume without a run begins one.
+    words = [sys.executable, "-m", "groundup.cli", "train", "--config", str(config), "--out", str(out), "--resume"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    child = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    metrics = out / "metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size > 500):
+        assert child.poll() is None, child.communicate()[0]
+        time.sleep(0.01)
+    child.send_signal(number)
+    text, _ = child.communicate()
+    assert child.returncode == 75, text
+    assert "is saved; go on with" in text
+    (step,) = checkpoint_steps(out / "checkpoints")
+    assert len(metrics.read_text().splitlines()) == step < 400
+    text = subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout
+    assert f"going on from {out / 'checkpoints'}" in text
+    assert "400 steps done" in text
