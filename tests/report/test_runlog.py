@@ -8,6 +8,7 @@ import pytest
 
 from groundup.errors import UserError
 from groundup.report import read_run
+from groundup.rows import read_rows
 
 
 def write(tmp_path, *rows, tail=""):
@@ -112,3 +113,22 @@ def test_nothing_to_read(tmp_path):
     for rows in ([], ["\n\n"], ['{"step": 1'], [{"step": 1, "note": 2}]):
         with pytest.raises(UserError, match="holds no finished step yet"):
             read_run(write(tmp_path, *rows))
+
+
+def test_a_skipped_step_has_no_loss_and_takes_its_time(tmp_path):
+    rows = [
+        {"step": s, "loss": loss, "tokens": s * 100, "tokens_per_second": 50.0, **({} if loss else {"skipped": True})}
+        for s, loss in ((1, 3.5), (2, None), (3, 3.0))
+    ]
+    log = read_run(write(tmp_path, *rows))
+    assert np.isnan(log.train["loss"]).tolist() == [False, True, False]
+    assert log.train_axis("seconds").tolist() == [2.0, 4.0, 6.0]
+
+
+def test_the_run_and_its_reader_read_alike(tmp_path):
+    """The one reader: rows of a run that was killed while it wrote, for a resume and for a plot."""
+    rows = [{"step": s, "loss": 3.5} for s in (1, 2)]
+    run = write(tmp_path, *rows, tail='{"step": 3, "loss": 1.0}')  # whole, but for the newline
+    assert read_rows(run / "metrics.jsonl") == rows
+    assert read_run(run).train["step"].tolist() == [1, 2]
+    assert read_rows(run / "none") == []
