@@ -19,7 +19,9 @@ sys.path.insert(0, str(ROOT / "src"))
 CHECKS = {"attention_check": 7, "hopper_check": 4}
 """Section → processes over which its cases are dealt; all run at once, since most of their time is compiling."""
 CHECK_SECONDS = 110
-SECTIONS = {"attention_speed": 60, "hopper_speed": 60, "rows": 60, "loss": 50, "elementwise": 45}
+SECTIONS = {
+    "attention_speed": 60, "hopper_speed": 60, "rows": 60, "loss": 50, "elementwise": 45, "optimizers": 45,
+}  # fmt: skip
 """Section → seconds it may take; one after the other."""
 PART, PARTS = 0, 1
 ROWS: list[dict] = []
@@ -47,30 +49,28 @@ def median_ms(function, reps: int = 40) -> float:
     return triton.testing.do_bench(function, warmup=10, rep=reps, return_mode="median")
 
 
-def graph_ms(calls: list, replays: int = 7) -> float:
-    """Milliseconds a call: all `calls` (each on buffers of its own) captured once and replayed."""
+def graph_ms(calls: list) -> float:
+    """Milliseconds a call: all `calls` (each on buffers of its own) captured in one CUDA graph and replayed.
+
+    A backward pass runs on the stream of its forward pass: what it walks must come from `beside`.
+    """
     import torch
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [call() for call in calls]
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) / len(calls))
-    del kept
-    return statistics.median(times)
+    from groundup.bench.harness import GRAPH_METHOD, time_kernel
+
+    timing = time_kernel(lambda i: calls[i](), len(calls), warmup=2, steps=7, device=torch.device("cuda", 0))
+    if timing.method != GRAPH_METHOD:
+        raise RuntimeError(f"not captured: {timing.method}")
+    return statistics.median(timing.phases["total"])
+
+
+def beside(work):
+    """`work()` on the stream that graphs are captured on."""
+    import torch
+
+    from groundup.bench.harness import on_side_stream
+
+    return on_side_stream(work, torch.device("cuda", 0))
 
 
 def errors(ours, truth) -> tuple[float, float, float]:
@@ -150,6 +150,8 @@ def attention_cases(backend):
     yield "d16", (1, 4, 4, 512, 512, 16, 16), half, {}
     yield "fp32 d64", (1, 4, 4, 512, 512, 64, 64), single, {}
     yield "fp32 d128", (1, 2, 2, 300, 300, 128, 128), single, {}
+    yield "fp32 d256", (1, 2, 2, 200, 200, 256, 256), single, {}
+    yield "fp32 documents", (2, 4, 2, 1000, 1000, 64, 64), single, {"documents": ids}
 
 
 def attention_check(backend="flash-triton"):
@@ -256,9 +258,12 @@ def speed_case(shape, backends, causal=True, dtype=None):
         try:
             out = call()
             outs[name], grads[name] = out.detach(), torch.autograd.grad(out, leaves, d_out, retain_graph=True)
+            # Short sequences by graph replay, peers too: what is compared is the kernels, not the launches.
+            clock = median_ms if n > 1024 else lambda f: graph_ms([f, f])
             with torch.no_grad():
-                forward = median_ms(call)
-            backward = median_ms(lambda out=out: torch.autograd.grad(out, leaves, d_out, retain_graph=True))
+                forward = clock(call)
+            out = beside(call)
+            backward = clock(lambda out=out: torch.autograd.grad(out, leaves, d_out, retain_graph=True))
             times[name] = (forward, backward)
         except Exception as error:
             note(case=f"speed {shape} {name}", FAILED=f"{type(error).__name__}: {str(error)[:200]}")
@@ -289,7 +294,10 @@ def no_fallback() -> None:
 
 
 def hopper_check():
+    from groundup.kernels import flash_hopper
+
     no_fallback()
+    flash_hopper.FORWARD_FROM[64] = 0  # checked where it would not be chosen, too
     attention_check("flash-hopper")
 
 
@@ -371,7 +379,7 @@ def rms_case(width, n_rows=32768):
         leaves = [x.detach().requires_grad_() for x, _ in data]
         with torch.no_grad():
             forward = graph_ms([lambda x=x, f=function: f(x, w) for x in leaves])
-        outs = [function(x, w) for x in leaves]
+        outs = beside(lambda f=function, leaves=leaves: [f(x, w) for x in leaves])
         backward = graph_ms([
             lambda o=o, x=x, g=g: torch.autograd.grad(o, (x, w), g, retain_graph=True)
             for o, x, (_, g) in zip(outs, leaves, data, strict=True)
@@ -447,7 +455,7 @@ def race(name, functions, leaves_of, d_out_of, forward_bytes, backward_bytes) ->
     for what, function in functions.items():
         with torch.no_grad():
             forward = graph_ms([lambda s=s, f=function: f(*s) for s in sets])
-        outs = [function(*s) for s in sets]
+        outs = beside(lambda f=function: [f(*s) for s in sets])
         flows = [d_out_of(o) for o in outs]
         backward = graph_ms(
             [
@@ -501,6 +509,69 @@ def rope_case(batch, heads, seq, d):
     functions = {"ours": lambda q, k: rope(q, k, cos, sin, "triton"), "compiled": torch.compile(plain)}
     size = 4 * batch * heads * seq * d * 2
     race("rope", functions, leaves, lambda o: [torch.randn_like(x) for x in o], size, size)
+
+
+def optimizers():
+    for size in ("gpt2-124m", "gpt2-1.5b"):
+        attempt(f"adamw {size}", adamw_case, size)
+    for shape in ((2048, 8192), (1024, 4096), (2048, 2048)):
+        attempt(f"newton-schulz {shape}", newton_schulz_case, *shape)
+
+
+def adamw_case(size):
+    import torch
+
+    from groundup.config import size as named
+    from groundup.kernels import adamw_step
+    from groundup.model import TransformerLM
+
+    with torch.device("meta"):
+        shapes = [p.shape for p in TransformerLM(named(size).resolve()).parameters()]
+    # The check: three steps of a few odd shapes against torch in float64.
+    few = [(3, 5), (4099,), (64, 70), (1,), (768,)]
+    ours = [[torch.randn(s, device="cuda") for s in few], *([torch.zeros(s, device="cuda") for s in few] for _ in "mv")]
+    copies = [torch.empty_like(p, dtype=torch.bfloat16) for p in ours[0]]
+    truth = [p.double().requires_grad_() for p in ours[0]]
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    optimizer = torch.optim.AdamW(truth, **settings)
+    for step in range(1, 4):
+        grads = [torch.randn_like(p) for p in ours[0]]
+        for p, g in zip(truth, grads, strict=True):
+            p.grad = g.double()
+        optimizer.step()
+        adamw_step(ours[0], grads, *ours[1:], step, **settings, copies=copies)
+    worst = max(errors(p, q.detach())[2] for p, q in zip(ours[0], truth, strict=True))
+    same = all(torch.equal(c, p.bfloat16()) for c, p in zip(copies, ours[0], strict=True))
+    note(case="adamw check", ok=worst < 1e-6 and same, frobenius=worst)
+
+    params = [torch.randn(s, device="cuda").requires_grad_() for s in shapes]
+    grads = [torch.randn_like(p) for p in params]
+    moments = [[torch.zeros_like(p) for p in params] for _ in "mv"]
+    total = sum(p.numel() for p in params)
+    with torch.no_grad():
+        ms = median_ms(lambda: adamw_step(params, grads, *moments, 5, **settings))
+    note(case=f"adamw {size}", what="ours", ms=ms, gbs=28 * total / ms / 1e6)
+    del moments
+    for p, g in zip(params, grads, strict=True):
+        p.grad = g
+    fused = torch.optim.AdamW(params, **settings, fused=True)
+    fused.step()
+    ms = median_ms(fused.step)
+    note(case=f"adamw {size}", what="fused", ms=ms, gbs=28 * total / ms / 1e6)
+
+
+def newton_schulz_case(rows_, columns):
+    import torch
+
+    from groundup.kernels import newton_schulz_gram
+    from groundup.optim.muon import COEFFICIENTS, newton_schulz
+
+    g = torch.randn(rows_, columns, device="cuda")
+    truth = newton_schulz(g.double(), 5)
+    half = g.bfloat16()
+    runs = {"plain bf16": lambda: newton_schulz(half, 5), "gram": lambda: newton_schulz_gram(g, 5, COEFFICIENTS)}
+    for what, run in runs.items():
+        note(case=f"newton-schulz {rows_}x{columns}", what=what, ms=median_ms(run), frobenius=errors(run(), truth)[2])
 
 
 def run_section(name: str, part: str, out: Path) -> None:

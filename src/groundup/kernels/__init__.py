@@ -3,12 +3,14 @@
 Importing this package does not import Triton; a kernel's first launch does.
 """
 
+from groundup.kernels.adamw import adamw_step
 from groundup.kernels.attention import attention
 from groundup.kernels.documents import document_ids
 from groundup.kernels.elementwise import rope, swiglu
 from groundup.kernels.flash_torch import FlashAttention
 from groundup.kernels.flash_triton import FlashAttentionTriton
 from groundup.kernels.linear_cross_entropy import linear_cross_entropy
+from groundup.kernels.newton_schulz import newton_schulz_gram
 from groundup.kernels.rms_norm import RMSNorm, RMSNormTriton, rms_norm
 
 __all__ = [
@@ -16,9 +18,11 @@ __all__ = [
     "FlashAttentionTriton",
     "RMSNorm",
     "RMSNormTriton",
+    "adamw_step",
     "attention",
     "document_ids",
     "linear_cross_entropy",
+    "newton_schulz_gram",
     "rms_norm",
     "rope",
     "swiglu",

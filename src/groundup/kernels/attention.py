@@ -175,7 +175,7 @@ def forward_op(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output and logsumexp; on_q and on_k are the document intervals."""
     rule = Rule(causal, window, softcap, scale, None if on_q is None or on_k is None else (on_q, on_k))
-    if hopper and flash_hopper.proven(q):
+    if hopper and k.shape[2] >= flash_hopper.FORWARD_FROM[q.shape[-1]] and flash_hopper.proven(q):
         return flash_hopper.attention_forward(q, k, v, rule)
     return flash_triton.attention_forward(q, k, v, rule)
 

@@ -50,14 +50,12 @@ def place(n_k, n_kv_heads, heads_a_group):
 
 @gluon.jit
 def walk(n, n_q, n_k, ROWS: gl.constexpr, CAUSAL: gl.constexpr):
-    """(first, whole_from, end) of the walk over tiles of ROWS queries: masked up to whole_from."""
+    """(first, end) of the walk over tiles of ROWS queries."""
     end = (n_q + ROWS - 1) // ROWS
     first = 0
-    whole_from = 0
     if CAUSAL:
         first = gl.minimum(gl.maximum(n * 128 - n_k + n_q, 0) // ROWS, end)
-        whole_from = gl.minimum((gl.maximum(n * 128 + 127 - n_k + n_q, 0) + ROWS - 1) // ROWS, end)
-    return first, whole_from, end
+    return first, end
 
 
 @gluon.jit
@@ -75,7 +73,7 @@ def producer(
         where = n * 128 + c * 64
         tma.async_copy_global_to_shared(K, [batch, kv_head, where, 0], kv_full.index(0), ks.index(c))
         tma.async_copy_global_to_shared(V, [batch, kv_head, where, 0], kv_full.index(0), vs.index(c))
-    first, whole_from, end = walk(n, n_q, n_k, 64 * TILES, CAUSAL)
+    first, end = walk(n, n_q, n_k, 64 * TILES, CAUSAL)
     at = 0
     for g in range(GROUP):
         head = kv_head * GROUP + g
@@ -102,13 +100,13 @@ def producer(
 
 @gluon.jit
 def probabilities(
-    s, lse, i, j, factor, remaining, MASK: gl.constexpr, EVEN: gl.constexpr, LAYOUT: gl.constexpr
+    s, lse, i, j, factor, remaining, CAUSAL: gl.constexpr, EVEN: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
     """Pᵀ of a (64 keys, 64 queries) tile that starts at query i; query j sees the tile's first key, later ones more."""
     p = gl.exp2(s * factor - lse[None, :])
-    if MASK or not EVEN:
+    if CAUSAL or not EVEN:
         keys = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-        if MASK:
+        if CAUSAL:
             queries = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
             p = gl.where(queries[None, :] >= (keys + (j - i))[:, None], p, 0.0)
         if not EVEN:
@@ -119,7 +117,7 @@ def probabilities(
 @gluon.jit
 def wide_step(
     c: gl.constexpr, D_Q, buffers, bars, d_s, d_qs, d_s_full, at, batch, head, m, diagonal, d_k, d_v, factor, remaining,
-    D: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, EVEN: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
     LAYOUT_S: gl.constexpr, LAYOUT_O: gl.constexpr,
 ):  # fmt: skip
     """One tile of 64 queries, d = 128."""
@@ -139,7 +137,7 @@ def wide_step(
     d_p = warpgroup_mma(v, d_out.permute((1, 0)), nothing, use_acc=False, is_async=True)
     lse = lses.index(stage).load(gl.SliceLayout(0, LAYOUT_S))
     s = warpgroup_mma_wait(1, deps=[s])
-    p = probabilities(s, lse, m * 64, diagonal, factor, remaining, MASK, EVEN, LAYOUT_S)
+    p = probabilities(s, lse, m * 64, diagonal, factor, remaining, CAUSAL, EVEN, LAYOUT_S)
     half = gl.convert_layout(p.to(q.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2), assert_trivial=True)
     d_v = warpgroup_mma(half, d_out, d_v, is_async=True)
     delta = deltas.index(stage).load(gl.SliceLayout(0, LAYOUT_S))
@@ -170,7 +168,7 @@ def wide_step(
 @gluon.jit
 def narrow_step(
     c: gl.constexpr, D_Q, buffers, bars, d_s, d_qs, d_s_full, at, batch, head, m, diagonal, d_k, d_v, factor, remaining,
-    D: gl.constexpr, STAGES: gl.constexpr, MASK: gl.constexpr, EVEN: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
     LAYOUT_S: gl.constexpr, LAYOUT_O: gl.constexpr,
 ):  # fmt: skip
     """Two tiles of 64 queries, d = 64: the second's scores are computed while the first's exponentials run."""
@@ -193,7 +191,7 @@ def narrow_step(
     s1 = warpgroup_mma(k, q1.permute((1, 0)), nothing, use_acc=False, is_async=True)
     s0 = warpgroup_mma_wait(2, deps=[s0])
     lse = lses.index(stage * 2).load(gl.SliceLayout(0, LAYOUT_S))
-    p0 = probabilities(s0, lse, m * 128, diagonal, factor, remaining, MASK, EVEN, LAYOUT_S)
+    p0 = probabilities(s0, lse, m * 128, diagonal, factor, remaining, CAUSAL, EVEN, LAYOUT_S)
     half = gl.convert_layout(p0.to(q0.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2), assert_trivial=True)
     d_v = warpgroup_mma(half, o0, d_v, is_async=True)
     d_p1 = warpgroup_mma(v, o1.permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -205,7 +203,7 @@ def narrow_step(
     d_k = warpgroup_mma(half, q0, d_k, is_async=True)
     s1 = warpgroup_mma_wait(3, deps=[s1])
     lse = lses.index(stage * 2 + 1).load(gl.SliceLayout(0, LAYOUT_S))
-    p1 = probabilities(s1, lse, m * 128 + 64, diagonal, factor, remaining, MASK, EVEN, LAYOUT_S)
+    p1 = probabilities(s1, lse, m * 128 + 64, diagonal, factor, remaining, CAUSAL, EVEN, LAYOUT_S)
     half = gl.convert_layout(p1.to(q0.dtype), gl.DotOperandLayout(0, LAYOUT_O, 2), assert_trivial=True)
     d_v = warpgroup_mma(half, o1, d_v, is_async=True)
     d_p1 = warpgroup_mma_wait(2, deps=[d_p1])
@@ -245,7 +243,7 @@ def consumer(
     LAYOUT_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     LAYOUT_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     n, batch, kv_head = place(n_k, n_kv_heads, heads_a_group)
-    first, whole_from, end = walk(n, n_q, n_k, 64 * TILES, CAUSAL)
+    first, end = walk(n, n_q, n_k, 64 * TILES, CAUSAL)
     factor = scale * 1.4426950408889634
     j = n * 128 + c * 64
     diagonal = j - n_k + n_q
@@ -257,17 +255,10 @@ def consumer(
     step: gl.constexpr = narrow_step if TILES == 2 else wide_step
     for g in range(GROUP):
         head = kv_head * GROUP + g
-        if CAUSAL:
-            for m in range(first, whole_from):
-                d_k, d_v = step(
-                    c, D_Q, buffers, bars, d_s, d_qs, d_s_full, at, batch, head, m, diagonal, d_k, d_v, factor,
-                    remaining, D, STAGES, True, EVEN, LAYOUT_S, LAYOUT_O,
-                )  # fmt: skip
-                at += 1
-        for m in range(whole_from, end):
+        for m in range(first, end):
             d_k, d_v = step(
                 c, D_Q, buffers, bars, d_s, d_qs, d_s_full, at, batch, head, m, diagonal, d_k, d_v, factor, remaining,
-                D, STAGES, False, EVEN, LAYOUT_S, LAYOUT_O,
+                D, STAGES, CAUSAL, EVEN, LAYOUT_S, LAYOUT_O,
             )  # fmt: skip
             at += 1
     rows = j + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT_O))

@@ -91,30 +91,28 @@ def rows_in_place(logits: Tensor, targets: Tensor, losses: Tensor, z_loss: float
         )  # fmt: skip
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += aᵀ b with `total` in float32 at least and a, b as they are."""
+def add_product(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
+    """total ← beta · total + aᵀ b with `total` in float32 at least and a, b as they are; beta 0 does not read it."""
     if total.dtype == a.dtype:
-        total.addmm_(a.T, b)
+        total.addmm_(a.T, b, beta=beta)
     elif total.is_cuda:
-        torch.addmm(total, a.T, b, out_dtype=total.dtype, out=total)
+        torch.addmm(total, a.T, b, out_dtype=total.dtype, out=total, beta=beta)
     else:
-        total.addmm_(a.T.to(total.dtype), b.to(total.dtype))
+        total.addmm_(a.T.to(total.dtype), b.to(total.dtype), beta=beta)
 
 
-def narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:
-    """`wide` (rows, columns) in a type of half the size, within its own memory: a second buffer would be the peak.
+def quotient(wide: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
+    """`wide` / `by` in `dtype`; a type of half the size within its own memory: a second buffer would be the peak.
 
-    Blocks of rows are converted in order; the narrow rows are written behind the wide ones still to be read.
+    Blocks of rows are divided in order; the narrow rows are written behind the wide ones still to be read.
     """
-    if wide.dtype == dtype or wide.numel() == 0:
-        return wide.to(dtype)
-    if wide.element_size() != 2 * dtype.itemsize or wide.numel() < 1 << 20:
-        return wide.to(dtype)
+    if wide.dtype == dtype or wide.element_size() != 2 * dtype.itemsize or wide.numel() < 1 << 20:
+        return wide.div_(by).to(dtype)
     narrow = wide.view(dtype).flatten()[: wide.numel()].view(wide.shape)
     step = max(1, -(-wide.shape[0] // 16))
     for first in range(0, wide.shape[0], step):
         rows = slice(first, first + step)
-        narrow[rows] = wide[rows].to(dtype)
+        narrow[rows] = wide[rows] / by
     return narrow
 
 
@@ -128,7 +126,9 @@ def forward_op(
     head = weight.to(x.dtype)
     losses = at_least_float32(x).new_zeros(n_tokens)
     d_x = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else x.new_empty(0)
-    d_weight = losses.new_zeros(vocab, width) if need_weight else losses.new_empty(0)
+    d_weight = losses.new_empty((vocab, width) if need_weight else 0)
+    if n_tokens == 0:
+        d_weight.zero_()  # no chunk will write it
     rows = chunk_rows(max(1, n_tokens), vocab, width, x.element_size())
     for first in range(0, n_tokens, rows):
         chunk = slice(first, first + rows)
@@ -141,12 +141,11 @@ def forward_op(
         if need_x:
             torch.mm(logits, head, out=d_x[chunk])
         if need_weight:
-            add_product(d_weight, logits, x[chunk])
+            add_product(d_weight, logits, x[chunk], beta=int(first > 0))
         del logits
     # Both sums are divided here, dW while it is still wide.
     d_x.div_(n_valid)
-    d_weight.div_(n_valid)
-    return losses.sum() / n_valid, d_x, narrowed(d_weight, weight.dtype) if need_weight else weight.new_empty(0)
+    return losses.sum() / n_valid, d_x, quotient(d_weight, n_valid, weight.dtype)
 
 
 @forward_op.register_fake
