@@ -43,6 +43,8 @@ class Args:
     """Checkpoint to use; best: the one of the lowest validation loss, where the run keeps it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto: cuda where there is one."""
+    compile: bool = False
+    """Compile the step of one token first (most of a minute); worth it for thousands of tokens."""
 
 
 def main(argv: list[str], prog: str) -> int:
@@ -60,6 +62,7 @@ def main(argv: list[str], prog: str) -> int:
     settings: dict[str, Any] = {
         name: getattr(args, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
     }
+    settings["compiled"] = args.compile
     if args.prompts is not None:
         texts = generate_texts(model, tokenizer, prompts, **settings, on_slide=note)
         _show(prompts, texts, args.json)

@@ -2,6 +2,7 @@
 
 sampling.py  temperature, top-k, top-p, min-p and the draw: pure functions on logits
 cache.py     the KV cache
+decode.py    the step of one token, plain or compiled
 engine.py    prefill, decode, the sliding window
 batch.py     many prompts at once
 chat.py      a conversation, turn by turn

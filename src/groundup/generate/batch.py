@@ -5,7 +5,7 @@ A row's tokens lie at the left of its own part of the cache, at the positions th
 Prefill: the prompts are padded on the right to the longest and go through the model in one pass. The mask is the plain
 causal one: no token of a prompt comes after its padding, so none sees it; the padding's keys are overwritten later and
 never read before. Decode: every row's newest token goes in at the row's own position, and a mask shows each row its own
-keys only. That step calls the model's blocks itself, because the model's forward knows one position for all rows.
+keys only (decode.py: the model's forward knows one position for all rows).
 A row whose window is full slides as in engine.py, by a prefill of that row's newest half.
 
 Cost: prefill is batch × longest prompt. A step reads the weights once for all rows, and batch × longest row of keys.
@@ -19,11 +19,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from groundup.config import ModelConfig
 from groundup.errors import UserError
+from groundup.generate.decode import CompiledDecode, decode
 from groundup.generate.engine import (
     checked_limit,
     checked_tokens,
@@ -39,8 +40,8 @@ from groundup.model import TransformerLM
 class RowCache:
     """Keys and values of many rows, each of its own length: (n_layers, batch, n_kv_heads, context_length, d_head).
 
-    `begin` says which rows the next forward pass works on and where their new tokens go; `append` is what the model's
-    attention calls. Bytes: batch times those of cache.py.
+    `begin_prefill` says which rows the next pass starts anew; `append` is what the model's attention calls then. A step
+    of one token is decode.py's. Bytes: batch times those of cache.py.
     """
 
     def __init__(self, config: ModelConfig, batch_size: int, dtype: torch.dtype, device: torch.device | str):
@@ -51,9 +52,7 @@ class RowCache:
         """Tokens held by each row, on the host."""
         self.length = 0
         """What the model's forward counts positions from; always 0, as only prefills go through it."""
-        self._rows: Tensor | None = None
-        self._places = torch.zeros(batch_size, dtype=torch.long, device=device)
-        self._end = 0
+        self._rows = torch.arange(batch_size, device=device)
 
     def begin_prefill(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """The next pass starts these rows anew with so many tokens each."""
@@ -61,24 +60,11 @@ class RowCache:
         for row, length in zip(rows, lengths, strict=True):
             self.lengths[row] = length
 
-    def begin_step(self) -> tuple[Int[Tensor, "batch"], int]:
-        """The next pass adds one token to every row; returns their positions and the number of keys to look at."""
-        self._rows = None
-        self._places = torch.tensor(self.lengths, device=self.keys.device)
-        self.lengths = [length + 1 for length in self.lengths]
-        self._end = max(self.lengths)
-        return self._places, self._end
-
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v, (rows, n_kv_heads, seq, d_head) after RoPE; return what the rows may attend to."""
-        if self._rows is not None:
-            self.keys[layer, self._rows, :, : k.shape[2]] = k
-            self.values[layer, self._rows, :, : k.shape[2]] = v
-            return k, v
-        every = torch.arange(len(self._places), device=self.keys.device)
-        self.keys[layer, every, :, self._places] = k[:, :, 0]
-        self.values[layer, every, :, self._places] = v[:, :, 0]
-        return self.keys[layer, :, :, : self._end], self.values[layer, :, :, : self._end]
+        """Store the k and v of a prefill, (rows, n_kv_heads, seq, d_head) after RoPE, and return them."""
+        self.keys[layer, self._rows, :, : k.shape[2]] = k
+        self.values[layer, self._rows, :, : k.shape[2]] = v
+        return k, v
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all other rows; the kept ones are counted anew, in this order."""
@@ -101,16 +87,17 @@ def prefill(
         return model(ids.to(device), cache=cache)[:, 0]
 
 
-def step(model: TransformerLM, cache: RowCache, tokens: Sequence[int]) -> Float[Tensor, "batch vocab"]:
-    """Give every row its next token; the logits after it.
-
-    The model's own forward, with a rotation (batch, 1, 1, d_head / 2) and a mask (batch, 1, 1, keys) of each row's own.
-    """
-    places, keys = cache.begin_step()
-    rotation = model.rotation(places[:, None, None])
-    mask = (torch.arange(keys, device=places.device) <= places[:, None])[:, None, None]
-    x = model.token_embeddings(torch.tensor(tokens, device=places.device)[:, None])
-    return model.head(model.ln_final(model.blocks(x, mask, rotation, cache)))[:, 0]
+def step(
+    model: TransformerLM, cache: RowCache, tokens: Sequence[int], compiled: CompiledDecode | None = None
+) -> Float[Tensor, "batch vocab"]:
+    """Give every row its next token; the logits after it (overwritten by the next step where `compiled` makes them)."""
+    places = cache.lengths
+    cache.lengths = [length + 1 for length in places]
+    if compiled is not None:
+        return compiled(tokens, places)
+    # As many keys as the longest row has: views of the cache, so what is written there stays.
+    keys, values = (held[:, :, :, : max(cache.lengths)] for held in (cache.keys, cache.values))
+    return decode(model, keys, values, *torch.tensor([tokens, places], device=keys.device))
 
 
 @dataclass
@@ -139,12 +126,14 @@ def generate_batch(
     start_id: int | None = None,
     vocab_limit: int | None = None,
     on_slide: Callable[[str], None] | None = None,
+    compiled: bool = False,
 ) -> list[list[int]]:
     """Continue every prompt; row i gets the ids of `generate(model, prompts[i], …, seed=seed + i)`.
 
     (Up to rounding: a batch sums in another order than a single row, which decides where two tokens are as good as
     equally likely.) Equal prompts get different texts, because every row has a random stream of its own. Raises
-    UserError as `generate` does; `on_slide` gets its lines about prompts that are too long.
+    UserError as `generate` does; `on_slide` gets its lines about prompts that are too long. `compiled`: as there; rows
+    that are done then ride along to the end, so that shapes stay.
     """
     check_sampling(temperature, top_k, top_p, seed, min_p)
     if max_tokens < 0:
@@ -168,7 +157,8 @@ def generate_batch(
     if rows and max_tokens:
         cache = RowCache(model.config, len(rows), weight.dtype, weight.device)
         with inference(model):
-            _continue(model, cache, rows, max_tokens, draw, frozenset(stop_ids))
+            compiled_step = CompiledDecode(model, cache.keys, cache.values) if compiled else None
+            _continue(model, cache, rows, max_tokens, draw, frozenset(stop_ids), compiled_step)
     return [row.out for row in rows]
 
 
@@ -179,6 +169,7 @@ def _continue(
     max_tokens: int,
     draw: Callable[[Tensor, Sequence[_Row]], list[int]],
     stop_ids: Collection[int],
+    compiled: CompiledDecode | None,
 ) -> None:
     """The loop: each round a token for every row that is not done."""
     logits = prefill(model, cache, range(len(rows)), [row.window for row in rows])
@@ -191,13 +182,13 @@ def _continue(
         alive = [place for place, row in enumerate(rows) if not row.done]
         if not alive or not left:
             return
-        if 2 * len(alive) <= len(rows):
+        if 2 * len(alive) <= len(rows) and compiled is None:
             cache.keep(alive)
             rows = [rows[place] for place in alive]
-        logits = _advance(model, cache, rows)
+        logits = _advance(model, cache, rows, compiled)
 
 
-def _advance(model: TransformerLM, cache: RowCache, rows: Sequence[_Row]) -> Tensor:
+def _advance(model: TransformerLM, cache: RowCache, rows: Sequence[_Row], compiled: CompiledDecode | None) -> Tensor:
     """Logits after each row's newest token: one step for all, a prefill for those whose window is full."""
     context_length = model.config.context_length
     full = [place for place, row in enumerate(rows) if len(row.window) > context_length]
@@ -209,7 +200,7 @@ def _advance(model: TransformerLM, cache: RowCache, rows: Sequence[_Row]) -> Ten
         # Idle rows write over the last place they hold: it is rewritten below, or never read again.
         for place in idle:
             cache.lengths[place] -= 1
-        logits = step(model, cache, [row.window[-1] for row in rows])
+        logits = step(model, cache, [row.window[-1] for row in rows], compiled)
     again = [place for place in full if not rows[place].done]
     if again:
         restarted = prefill(model, cache, again, [rows[place].window for place in again])

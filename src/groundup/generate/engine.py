@@ -20,6 +20,7 @@ from torch import Tensor
 
 from groundup.errors import UserError
 from groundup.generate.cache import KVCache
+from groundup.generate.decode import CompiledDecode
 from groundup.generate.sampling import check_sampling, sample, seeded_generator
 from groundup.model import TransformerLM
 
@@ -38,6 +39,7 @@ def generate(
     start_id: int | None = None,
     vocab_limit: int | None = None,
     on_slide: Callable[[str], None] | None = None,
+    compiled: bool = False,
 ) -> Iterator[int]:
     """Yield up to `max_tokens` new ids that continue the prompt `ids`.
 
@@ -45,8 +47,9 @@ def generate(
     start_id: what an empty prompt starts from (`<|endoftext|>`, which precedes every document but the first).
     vocab_limit: number of ids the tokenizer knows, where the model's vocabulary is padded larger; no id at or above it
     is ever drawn. on_slide: receives one line when the prompt is cut to the context, and one when the window first
-    slides. Settings are checked at the call, not at the first token; between two tokens the model's training flags and
-    torch's gradient mode are as the caller left them, and torch's global random state is never touched.
+    slides. compiled: the step of one token is compiled at its first use, once for all prompts (decode.py). Settings are
+    checked at the call, not at the first token; between two tokens the model's training flags and torch's gradient mode
+    are as the caller left them, and torch's global random state is never touched.
 
     Raises UserError for settings out of range, an id outside the vocabulary, an empty prompt without a start_id, and
     logits that are not numbers.
@@ -64,7 +67,8 @@ def generate(
         return checked_tokens(token[None], logits[None, :limit])[0]
 
     cache = KVCache(model.config, dtype=weight.dtype, device=weight.device)
-    return _tokens(model, cache, window, max_tokens, draw, frozenset(stop_ids), on_slide)
+    decode = CompiledDecode(model, cache.keys, cache.values) if compiled else None
+    return _tokens(model, cache, window, max_tokens, draw, frozenset(stop_ids), on_slide, decode)
 
 
 def _tokens(
@@ -75,6 +79,7 @@ def _tokens(
     draw: Callable[[Tensor], int],
     stop_ids: Collection[int],
     on_slide: Callable[[str], None] | None,
+    decode: CompiledDecode | None,
 ) -> Iterator[int]:
     """The loop. `window`: the tokens the model sees; `pending`: those of them that the cache does not hold yet."""
     context_length, slid = cache.capacity, False
@@ -91,7 +96,7 @@ def _tokens(
                 )
             slid = True
         with inference(model):
-            token = draw(next_logits(model, pending, cache))
+            token = draw(next_logits(model, pending, cache, decode))
         yield token
         if token in stop_ids:
             return
@@ -99,11 +104,17 @@ def _tokens(
         pending = [token]
 
 
-def next_logits(model: TransformerLM, tokens: list[int], cache: KVCache) -> Float[Tensor, "vocab"]:
+def next_logits(
+    model: TransformerLM, tokens: list[int], cache: KVCache, decode: CompiledDecode | None = None
+) -> Float[Tensor, "vocab"]:
     """Run the tokens that follow those in the cache, keep their keys and values; the logits of the token after them.
 
-    The prefill of a prompt and the step of one token are this same call.
+    The prefill of a prompt and the step of one token are this same call; a step is `decode`'s where it is given.
     """
+    if decode is not None and len(tokens) == 1 and cache.length:
+        logits = decode(tokens, [cache.length])
+        cache.advance(1)
+        return logits[0]
     ids = torch.tensor([tokens], device=cache.keys.device)
     with positions_only(model, torch.tensor([len(tokens) - 1], device=ids.device)):
         logits = model(ids, cache=cache)

@@ -28,6 +28,7 @@ def generate_text(
     seed: int = 0,
     on_slide: Callable[[str], None] | None = None,
     min_p: float = 0.0,
+    compiled: bool = False,
 ) -> Iterator[str]:
     """Stream the continuation of `prompt` (without the prompt), up to `<|endoftext|>` or `max_tokens` tokens.
 
@@ -47,6 +48,7 @@ def generate_text(
         start_id=end,
         vocab_limit=tokenizer.vocab_size,
         on_slide=on_slide,
+        compiled=compiled,
     )
     return stream_text(tokenizer, ids)
 
@@ -62,6 +64,7 @@ def generate_texts(
     seed: int = 0,
     on_slide: Callable[[str], None] | None = None,
     min_p: float = 0.0,
+    compiled: bool = False,
 ) -> list[str]:
     """The continuations of many prompts as one batch; text i is that of `generate_text(…, seed=seed + i)`."""
     end = tokenizer.eot_id
@@ -78,5 +81,6 @@ def generate_texts(
         start_id=end,
         vocab_limit=tokenizer.vocab_size,
         on_slide=on_slide,
+        compiled=compiled,
     )
     return ["".join(stream_text(tokenizer, ids)) for ids in batch]

@@ -19,7 +19,12 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def use_kernel(kernels: str, x: Tensor) -> bool:
-    """Whether a kernel takes the place of plain operations on `x` (ModelConfig.kernels); none knows float64."""
+    """Whether a kernel takes the place of plain operations on `x` (ModelConfig.kernels); none knows float64.
+
+    auto: on a GPU, but for a compiled step of generation, whose few numbers the compiler handles in fewer launches.
+    """
+    if kernels == "auto" and torch.compiler.is_compiling() and x.shape[-2] == 1:
+        return False
     return (kernels == "triton" or (kernels == "auto" and x.is_cuda)) and x.dtype != torch.float64
 
 

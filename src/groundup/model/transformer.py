@@ -2,6 +2,7 @@
 
 from functools import partial
 from math import sqrt
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -136,8 +137,8 @@ class TransformerLM(nn.Module):
 
         for first in range(0, n_layers, size):
             # The model draws no random numbers, so there is no random state to keep.
-            run = partial(checkpoint, piece, use_reentrant=False, preserve_rng_state=False) if every else piece
-            x = run(x, first)
+            again: Any = partial(checkpoint, piece, use_reentrant=False, preserve_rng_state=False)
+            x = again(x, first) if every else piece(x, first)
         return x
 
     def head(
