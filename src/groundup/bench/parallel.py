@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from groundup.bench.harness import summary
 from groundup.config import ModelConfig, ParallelConfig
@@ -28,6 +27,7 @@ from groundup.model import TransformerLM, count_parameters
 from groundup.optim import parameter_groups
 from groundup.parallel.ddp import BucketedDDP
 from groundup.parallel.engine import parallelize
+from groundup.parallel.state import local_bytes
 from groundup.parallel.zero import ShardedOptimizer
 
 Metrics = dict[str, Any]
@@ -200,13 +200,13 @@ def memory(subject: Subject) -> dict[str, Any]:
     subject.optimizer.step()
     state = [value for entry in inner.state.values() for value in entry.values() if isinstance(value, Tensor)]
     found: dict[str, Any] = {
-        "memory.parameters": sum(line.buffer.nbytes for line in lines) or local_bytes(params),
-        "memory.gradients": local_bytes(g for g in gradients if g is not None),
-        "memory.state": local_bytes(state),
+        "memory.parameters": sum(line.buffer.nbytes for line in lines) or held(params),
+        "memory.gradients": held(g for g in gradients if g is not None),
+        "memory.state": held(state),
     }
     if lines:
         inside = {p for line in lines for p in line.params}
-        found["memory.parameters"] += local_bytes(p for p in params if p not in inside)
+        found["memory.parameters"] += held(p for p in params if p not in inside)
     del gradients, state
     subject.optimizer.zero_grad()
     synchronize(device)
@@ -214,14 +214,14 @@ def memory(subject: Subject) -> dict[str, Any]:
     if not on_cuda:
         return found | {f"memory.{name}": None for name in names}
     peak = torch.cuda.max_memory_allocated(device) - subject.start
-    held = found["memory.parameters"] + found["memory.gradients"] + found["memory.state"]
-    values = (subject.after_init, before, allocated(device) - subject.start, peak, max(0, peak - held))
+    tensors = found["memory.parameters"] + found["memory.gradients"] + found["memory.state"]
+    values = (subject.after_init, before, allocated(device) - subject.start, peak, max(0, peak - tensors))
     return found | {f"memory.{name}": value for name, value in zip(names, values, strict=True)}
 
 
-def local_bytes(tensors: Iterable[Tensor]) -> int:
+def held(tensors: Iterable[Tensor]) -> int:
     """Bytes that this rank holds of them."""
-    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+    return sum(map(local_bytes, tensors))
 
 
 def shares(step: Callable[[], Any], device: torch.device, steps: int = 2) -> dict[str, Any]:

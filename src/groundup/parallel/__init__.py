@@ -1,0 +1,48 @@
+"""Many processes: one model trained by several GPUs, on one machine or many. Applied to a model from outside.
+
+Read in this order:
+
+    processes.py, slurm.py, launch.py   who is who, where they meet, how they are started and end
+    agree.py                            what ranks must hold in common before the first collective
+    ddp.py                              data parallelism four ways
+    flat.py                             parameters side by side, cut into equal shards
+    zero.py, whole.py                   optimizer state sharded: by elements (ZeRO-1), by parameters (also Muon)
+    fsdp.py                             weights sharded as well
+    torch_engines.py                    PyTorch's DDP and FSDP2 behind the same interface
+    engine.py, state.py                 a configuration → an engine; its state as whole named tensors
+"""
+
+from groundup.parallel.agree import DisagreementError, check_agreement
+from groundup.parallel.ddp import BucketedDDP, DataParallel, FlatDDP, NaiveDDP, OverlapDDP
+from groundup.parallel.engine import parallelize
+from groundup.parallel.fsdp import FSDP, UnitPlan
+from groundup.parallel.launch import ChildError, spawn
+from groundup.parallel.processes import World, connect, disconnect, this_world
+from groundup.parallel.torch_engines import TorchDDP, TorchFSDP2
+from groundup.parallel.whole import WholeParameterOptimizer, muon_cost
+from groundup.parallel.zero import ShardedDDP, ShardedOptimizer
+
+__all__ = [
+    "FSDP",
+    "BucketedDDP",
+    "ChildError",
+    "DataParallel",
+    "DisagreementError",
+    "FlatDDP",
+    "NaiveDDP",
+    "OverlapDDP",
+    "ShardedDDP",
+    "ShardedOptimizer",
+    "TorchDDP",
+    "TorchFSDP2",
+    "UnitPlan",
+    "WholeParameterOptimizer",
+    "World",
+    "check_agreement",
+    "connect",
+    "disconnect",
+    "muon_cost",
+    "parallelize",
+    "spawn",
+    "this_world",
+]

@@ -47,13 +47,15 @@ def parallelize(
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     compute_dtype: torch.dtype | None = None,
     materialise: Callable[[nn.Module], None] | None = None,
+    device: torch.device | None = None,
     average: bool = False,
 ) -> tuple[DataParallel, torch.optim.Optimizer]:
     """(engine, optimizer) for a model on its device, on every rank alike; the process group must be there.
 
     Gradients are summed over ranks, as each rank's loss is divided by the global token count (`average` divides).
     `make_optimizer` says which parameters move how; it sees the model before anything is sharded. `compute_dtype`: the
-    type of FSDP's gathered weights. Raises UserError for combinations that cannot be.
+    type of FSDP's gathered weights; `materialise`, `device`: see FSDP. Raises UserError for impossible
+    combinations.
     """
     parallel.check()
     check_agreement(model, timeout=parallel.start_timeout)
@@ -79,6 +81,7 @@ def parallelize(
                 units=units(model),
                 prefetch=parallel.prefetch,
                 materialise=materialise,
+                device=device,
                 **common,
             )
         else:
@@ -111,12 +114,13 @@ def _whole_weights(model: nn.Module, parallel: ParallelConfig, common: dict[str,
     return TorchDDP(model, parallel.bucket_mb, **common)
 
 
-def materialiser(model: TransformerLM, seed: int, device: torch.device) -> Callable[[nn.Module], None]:
-    """For a model on the meta device: gives one module memory on `device`, and the values of model.init_weights(seed).
+def materialiser(model: TransformerLM, seed: int, kind: str = "cpu") -> Callable[[nn.Module], None]:
+    """For a model on the meta device: gives one module memory on a `kind`, and the values of model.init_weights(seed).
 
     Called for every module in the order of modules(), it draws the very numbers that a whole model would get on a
     device of that kind.
     """
+    device = torch.device(kind)
     generator = torch.Generator(device).manual_seed(seed)
     std = 1 / sqrt(model.config.d_model) if model.lm_head is None else 1.0
 

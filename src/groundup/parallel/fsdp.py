@@ -82,7 +82,14 @@ class Unit(Line):
     """A unit's line: this rank's shard for the optimizer, and the storage for the whole."""
 
     @torch.no_grad()
-    def __init__(self, plan: UnitPlan, names: dict[nn.Parameter, str], dtype: torch.dtype | None, group: Any):
+    def __init__(
+        self,
+        plan: UnitPlan,
+        names: dict[nn.Parameter, str],
+        dtype: torch.dtype | None,
+        group: Any,
+        device: torch.device | None = None,
+    ):
         places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for layer in plan.layers:
             for name, p in layer.named_parameters(recurse=False, remove_duplicate=False):
@@ -98,13 +105,14 @@ class Unit(Line):
         # An index does not read its table again; all other layers need their weights for the gradient of their input.
         self.reads_in_backward = plan.keep or not all(isinstance(m, Embedding | nn.Embedding) for m in plan.layers)
         self.dtype = dtype or first.dtype
-        self.shard = torch.zeros(self.layout.shard, dtype=first.dtype, device=first.device)
+        device = device or first.device
+        self.shard = torch.zeros(self.layout.shard, dtype=first.dtype, device=device)
         parts = self.split_shard(self.shard)
         self.pieces = [nn.Parameter(part, p.requires_grad) for part, p in zip(parts, originals, strict=True)]
         self.params = self.pieces
         for index, p in enumerate(originals):
             self.pieces[index].copy_(self.cut(index, p))
-        self.line = torch.empty(self.layout.total, dtype=self.dtype, device=first.device)
+        self.line = torch.empty(self.layout.total, dtype=self.dtype, device=device)
         views = self.layout.views(self.line)
         self.full = [nn.Parameter(view, p.requires_grad) for view, p in zip(views, originals, strict=True)]
         self.trainable = {i for i, p in enumerate(originals) if p.requires_grad}
@@ -192,11 +200,13 @@ class FSDP(DataParallel):
         prefetch: int = 1,
         layer_types: tuple[type, ...] = LAYERS,
         materialise: Callable[[nn.Module], None] | None = None,
+        device: torch.device | None = None,
     ):
         """`prefetch`: units gathered ahead, 0 to 2. `reduce_dtype` None: the master weights'.
 
         `materialise`, for a module on the meta device, gives one module's own parameters and buffers memory and values;
         it is called for every module in the order of `modules()`, and no more than one unit is whole at a time.
+        `device`: where shards and replicated parameters go; None: they stay where they are.
         """
         if not 0 <= prefetch <= 2:
             raise ValueError(f"prefetch is {prefetch}; it must be 0, 1 or 2")
@@ -209,11 +219,13 @@ class FSDP(DataParallel):
                 for layer in plan.layers:
                     materialise(layer)
             names = {p: name for name, p in module.named_parameters()}
-            self.units.append(Unit(plan, names, compute_dtype, group))
+            self.units.append(Unit(plan, names, compute_dtype, group, device))
         sharded = {layer for plan in plans for layer in plan.layers}
         if materialise is not None:
             for other in [m for m in module.modules() if m not in sharded]:
                 materialise(other)
+        for tensor in [*module.parameters(), *module.buffers()] if device is not None else ():
+            tensor.data = tensor.data.to(device)
         pieces = {piece for unit in self.units for piece in unit.pieces}
         self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
         self.params = list(self.names)

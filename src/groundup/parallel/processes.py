@@ -6,7 +6,6 @@ alone it is derived: the first host of the job's node list, a port from the job'
 """
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -165,7 +164,7 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
-def from_rank_zero(world: World, work: Callable[[], T]) -> T:
+def from_rank_zero(world: Any, work: Callable[[], T]) -> T:
     """`work()` on rank 0; its result, or its UserError, on every rank."""
     if world.size == 1:
         return work()
@@ -181,6 +180,11 @@ def from_rank_zero(world: World, work: Callable[[], T]) -> T:
     return answer[0]
 
 
-def say(line: str) -> None:
-    """One line on standard error, at once."""
-    print(f"groundup: {line}", file=sys.stderr, flush=True)
+_LOST = ("connection closed by peer", "timed out", "timeout", "connection reset", "gloo", "nccl", "pair closure")
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether `error` is what a collective raises when another rank has gone or does not answer."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _LOST)

@@ -24,11 +24,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor
 
 from groundup.errors import UserError
 from groundup.files import directory_written_aside, fsync_path
-from groundup.train.state import model_tensors, optimizer_tensors
 
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
@@ -65,9 +64,11 @@ def checkpoint_steps(directory: Path) -> list[int]:
 
 
 def save_checkpoint(
-    directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict[str, Any]
+    directory: Path, step: int, weights: dict[str, Tensor], optimizer: dict[str, Tensor], facts: dict[str, Any]
 ) -> None:
-    """Write the checkpoint of `step`; `facts` go into state.json. Raises UserError when the disk does not take it.
+    """Write the checkpoint of `step` (state.py names its tensors); `facts` go into state.json.
+
+    Raises UserError when the disk does not take it.
 
     After an error nothing of the new checkpoint is left and the ones before it are untouched.
     """
@@ -75,8 +76,8 @@ def save_checkpoint(
     try:
         with directory_written_aside(target) as aside:
             # The format entry is what Hugging Face's loaders ask for.
-            save_file(model_tensors(model), aside / MODEL, metadata={"format": "pt"})
-            save_file(optimizer_tensors(model, optimizer), aside / OPTIMIZER, metadata={"format": "pt"})
+            save_file(weights, aside / MODEL, metadata={"format": "pt"})
+            save_file(optimizer, aside / OPTIMIZER, metadata={"format": "pt"})
             files = {name: _size_and_checksum(aside / name) for name in (MODEL, OPTIMIZER)}
             state = {"step": step, **facts, "files": files}
             (aside / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")

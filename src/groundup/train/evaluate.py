@@ -14,6 +14,7 @@ import torch
 from groundup.data import TokenData, validation_windows
 from groundup.errors import UserError
 from groundup.model import IGNORE, TransformerLM
+from groundup.train.world import World
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ def evaluate(
     batches: int = 0,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     before_batch: Callable[[], None] = lambda: None,
+    world: World | None = None,
 ) -> Evaluation:
     """Evaluate on the validation tokens, in windows of the model's context_length that do not overlap.
 
@@ -54,6 +56,7 @@ def evaluate(
     whatever batch they were in. Bits per byte is total nats / ln 2 / bytes of the predicted tokens' text, special
     tokens not counted; NaN where there is no text. `before_batch` may raise to stop. The model is in eval mode
     meanwhile.
+    `world`: its ranks take turns at the batches; the result is the same on all of them.
     Raises UserError for fewer than two validation tokens, an id that the model has no row for, or `batches` < 0.
     """
     if batches < 0:
@@ -65,7 +68,7 @@ def evaluate(
     tokens = size = 0
     lengths = token_bytes(data)
     try:
-        for inputs, targets in _batches(data.valid, model, batch_size, batches):
+        for inputs, targets in _own(_batches(data.valid, model, batch_size, batches), world):
             before_batch()
             with forward_context():
                 # n_valid 1: the sum over the batch. It stays on the device until the end.
@@ -76,10 +79,31 @@ def evaluate(
             size += int(lengths[np.minimum(predicted, len(lengths) - 1)].sum())
     finally:
         model.train(was_training)
+    if world is not None and world.size > 1:
+        sums = world.sum(torch.stack([nats, nats.new_tensor(tokens), nats.new_tensor(size)]))
+        nats, tokens, size = sums[0], int(sums[1]), int(sums[2])
     loss = nats.item() / tokens
     perplexity = math.exp(loss) if loss < 700 else math.inf
     bits = bits_per_byte(loss, size / tokens) if size else math.nan
     return Evaluation(loss, perplexity, bits, tokens, size)
+
+
+def _own(
+    batches: Iterator[tuple[np.ndarray, np.ndarray]], world: World | None
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Every W-th batch, from this rank's on. Where they do not come out even, one that counts nothing: a sharded model
+    computes only if all ranks do.
+    """
+    rank, size = (0, 1) if world is None else (world.rank, world.size)
+    held: list[tuple[np.ndarray, np.ndarray]] = []
+    for batch in batches:
+        held.append(batch)
+        if len(held) == size:
+            yield held[rank]
+            held.clear()
+    if held:
+        inputs, targets = held[min(rank, len(held) - 1)]
+        yield inputs, targets if rank < len(held) else np.full_like(targets, IGNORE)
 
 
 def token_bytes(data: TokenData) -> np.ndarray:

@@ -31,7 +31,6 @@ from groundup.model.hf import CONFIG, WEIGHTS, read_hf, read_json, to_hf, to_hf_
 from groundup.tokenizer import Tokenizer
 from groundup.tokenizer.tokenizer import END_OF_TEXT
 from groundup.train.checkpoint import save_checkpoint
-from groundup.train.job import make_optimizer
 from groundup.train.load import load_run
 from groundup.train.resume import IMPORTED
 from groundup.train.run_directory import RunDirectory, flat_fields
@@ -135,7 +134,7 @@ def import_run(directory: Path, out: Path, data: Path | None, note: Callable[[st
     with directory_written_aside(out) as aside:
         run = RunDirectory(aside)
         run.begin(config, directory / TOKENIZER)
-        save_checkpoint(run.checkpoints, step, model, make_optimizer(model, config.optim), facts)
+        save_checkpoint(run.checkpoints, step, model_tensors(model), {}, facts)
     return config
 
 

@@ -1,7 +1,7 @@
 """A run's parts, built from its configuration before anything is written."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,14 @@ from groundup.config import RunConfig
 from groundup.data import TokenData, WindowSampler
 from groundup.errors import UserError
 from groundup.model import TransformerLM, count_parameters
-from groundup.optim import AdamW, Muon, describe_groups, make_optimizer
+from groundup.optim import clip_grad_norm, describe_groups, make_optimizer
+from groundup.parallel.ddp import DataParallel
+from groundup.parallel.engine import materialiser, parallelize
+from groundup.parallel.processes import local_device
+from groundup.parallel.state import Sharded
+from groundup.parallel.zero import ShardedDDP, ShardedOptimizer
 from groundup.train.batches import Batch, read_batch
-from groundup.train.device import autocast, cast_weights, concrete, describe, prepared, set_matmul_precision
+from groundup.train.device import AUTOCAST, autocast, cast_weights, concrete, describe, prepared, set_matmul_precision
 from groundup.train.evaluate import check_validation
 from groundup.train.loss_scale import LossScaler
 from groundup.train.micro_batch import MicroBatch, find_micro_batch, with_micro_batch
@@ -35,11 +40,17 @@ class Job:
     model: TransformerLM
     forward: Callable[..., Tensor]
     """The model as the step calls it, compiled or not."""
-    optimizer: AdamW | Muon
+    optimizer: torch.optim.Optimizer
     scaler: LossScaler
     """Scales the loss under fp16-mixed."""
     found: MicroBatch | None = None
     """How the micro-batch was found, where it was looked for."""
+    engine: DataParallel | None = None
+    """What spreads the run over its processes; None: it is alone."""
+    parameters: int = 0
+    """Trainable scalars of the whole model."""
+    groups: tuple[str, ...] = ()
+    """What moves the parameters, a line each."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -49,6 +60,37 @@ class Job:
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass."""
         return autocast(self.device, self.config.train.precision)
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        """The context of a micro-batch: gradients travel with the last one of a step only."""
+        return nullcontext() if last or self.engine is None else self.engine.no_sync()
+
+    def clip_grad_norm(self) -> Tensor:
+        """Reduce what is not reduced yet, take the loss' scale off, clip; the joint norm before clipping."""
+        holders: list[Tensor] = list(self.model.parameters())
+        if self.engine is not None:
+            self.engine.finish_gradient_synchronization()
+        if isinstance(self.engine, ShardedDDP) and isinstance(self.optimizer, ShardedOptimizer):
+            holders = [piece for line in self.optimizer.lines for piece in line.pieces]
+        self.scaler.unscale(holders)
+        if self.engine is not None:
+            return self.engine.clip_grad_norm(self.config.optim.grad_clip)
+        return clip_grad_norm(holders, self.config.optim.grad_clip)
+
+    def settle(self) -> None:
+        """Wait for parameters that are still under way, before something reads them from outside the step."""
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.wait()
+
+    @property
+    def has_whole_weights(self) -> bool:
+        """Whether this process holds every weight."""
+        return self.config.parallel.data not in ("fsdp", "torch-fsdp2") or self.engine is None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this process lacks some weights or some of the optimizer's state."""
+        return not self.has_whole_weights or isinstance(self.optimizer, Sharded)
 
     def read(self, step: int) -> Batch:
         """This rank's batch of a step."""
@@ -65,7 +107,7 @@ def build(config: RunConfig) -> Job:
         raise UserError("data.path is empty; name the directory that groundup tokenize wrote")
     data = TokenData.open(Path(config.data.path))
     config = replace(config, train=concrete(config.train, world.size)).resolve(data.vocab_size, world.size)
-    train, device = config.train, torch.device(config.train.device)
+    train, device = config.train, local_device(config.train.device, world)
     set_matmul_precision(train.precision)
     vocabulary = data.tokenizer().vocab_size
     if vocabulary > config.model.vocab_size:
@@ -89,14 +131,47 @@ def build(config: RunConfig) -> Job:
         config = with_micro_batch(config, min(world.gather(found.size)), world.size)
         train = config.train
     torch.manual_seed(train.seed)
+    scaler = LossScaler(train.precision == "fp16-mixed", device)
+    parts = _alone(config, device) if world.size == 1 else _spread(config, device)
+    return Job(config, world, device, data, sampler, scaler=scaler, found=found, **parts)
+
+
+def _model(config: RunConfig, device: torch.device) -> TransformerLM:
     # Initialised on the CPU: the same weights on every kind of device.
     model = TransformerLM(config.model)
-    model.init_weights(train.seed)
+    model.init_weights(config.train.seed)
     model.to(device)
-    cast_weights(model, train.precision)
-    optimizer = make_optimizer(model, config.optim, train.seed)
-    scaler = LossScaler(train.precision == "fp16-mixed", device)
-    return Job(config, world, device, data, sampler, model, prepared(model, train), optimizer, scaler, found)
+    cast_weights(model, config.train.precision)
+    return model
+
+
+def _alone(config: RunConfig, device: torch.device) -> dict[str, Any]:
+    """The job's model, forward and optimizer in one process."""
+    model = _model(config, device)
+    optimizer = make_optimizer(model, config.optim, config.train.seed)
+    facts = {"parameters": count_parameters(model), "groups": tuple(describe_groups(optimizer))}
+    return {"model": model, "forward": prepared(model, config.train), "optimizer": optimizer, **facts}
+
+
+def _spread(config: RunConfig, device: torch.device) -> dict[str, Any]:
+    """The same with the engine of [parallel]. FSDP's model is born without memory and filled unit by unit."""
+    train, parallel = config.train, config.parallel
+    from_meta = parallel.data == "fsdp" and train.precision != "bf16-pure"
+    if from_meta:
+        with torch.device("meta"):
+            model = TransformerLM(config.model)
+    else:
+        model = _model(config, device)
+
+    def plain(model: Any) -> torch.optim.Optimizer:
+        return make_optimizer(model, config.optim, train.seed)
+
+    facts = {"parameters": count_parameters(model), "groups": tuple(describe_groups(plain(model)))}
+    # Compiled as a whole, backward would give all gradients at its end and nothing could overlap.
+    prepared(model, replace(train, compile_unit="blocks"))
+    fill = materialiser(model, train.seed) if from_meta else None
+    engine, optimizer = parallelize(model, parallel, plain, AUTOCAST.get(train.precision), fill, device)
+    return {"model": model, "forward": engine, "engine": engine, "optimizer": optimizer, **facts}
 
 
 def make_plan(job: Job, done: int) -> Plan:
@@ -104,13 +179,13 @@ def make_plan(job: Job, done: int) -> Plan:
     return Plan(
         config=job.config,
         world=job.world,
-        parameters=count_parameters(job.model),
+        parameters=job.parameters,
         device=describe(job.device),
         train_tokens=len(job.data.train),
         valid_tokens=len(job.data.valid),
         train_bytes_per_token=job.data.bytes_per_token("train"),
         windows_per_epoch=job.sampler.windows_per_epoch,
         first_step=done + 1,
-        groups=describe_groups(job.optimizer),
+        groups=list(job.groups),
         found=str(job.found) if job.found else "",
     )

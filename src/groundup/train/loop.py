@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from groundup.config import RunConfig
 from groundup.errors import UserError
 from groundup.generate import generate_text
-from groundup.optim import clip_grad_norm, learning_rate, set_learning_rate
+from groundup.optim import learning_rate, set_learning_rate
 from groundup.rows import Row
 from groundup.train.batches import Batch, prefetched
 from groundup.train.checkpoint import mark_best
@@ -34,13 +34,14 @@ from groundup.train.evaluate import Evaluation, evaluate
 from groundup.train.guards import Guards, apply_unless, is_out_of_memory, to_skip
 from groundup.train.interrupt import Interrupt
 from groundup.train.job import Job, build, make_plan
-from groundup.train.metrics import MetricsLog, StepRows
+from groundup.train.metrics import MetricsLog, NoLog, StepRows
 from groundup.train.plausible import foreign_tokens, least_bits_per_byte
 from groundup.train.progress import Progress
-from groundup.train.resume import Stateful, lack_of_room_for, save, start
+from groundup.train.resume import Stateful, at_world_size, lack_of_room_for, save, start
 from groundup.train.run_directory import RunDirectory, refuse_changes
 from groundup.train.sinks import Sinks, check_packages
 from groundup.train.speed import flops_per_token, peak_flops
+from groundup.train.world import joined, this_world
 
 T = TypeVar("T")
 
@@ -76,13 +77,13 @@ def training_step(job: Job, batch: Batch, lr: float, loss_limit: float = math.in
     """
     optimizer, train = job.optimizer, job.config.train
     total = torch.zeros((), device=job.device)
-    for inputs, targets in batch.micro_batches(train.micro_batch_size, job.device):
-        with job.autocast():
-            loss = job.forward(inputs, targets, n_valid=batch.n_valid)
-        job.scaler.scaled(loss).backward()
+    for index, (inputs, targets) in enumerate(batch.micro_batches(train.micro_batch_size, job.device), 1):
+        with job.accumulating(last=index == train.grad_accumulation):
+            with job.autocast():
+                loss = job.forward(inputs, targets, n_valid=batch.n_valid)
+            job.scaler.scaled(loss).backward()
         total = total + loss.detach()
-    job.scaler.unscale(job.model.parameters())
-    grad_norm = clip_grad_norm(job.model.parameters(), job.config.optim.grad_clip)
+    grad_norm = job.clip_grad_norm()
     total, unsound = job.world.sum(torch.stack([total, (~torch.isfinite(grad_norm)).to(total)]))
     skip = to_skip(total, unsound, loss_limit)
     job.scaler.update(unsound == 0)
@@ -102,36 +103,48 @@ def train(
     """Train `config` into the run directory `out`, or go on with the run that is there.
 
     Fields that `config` leaves to be derived are; config.toml holds the result. With `resume` the saved configuration
-    is taken, which `config` must not contradict. run_directory.py describes what is written. `allow_changed_data`: a
-    resume takes token files that are others than before.
+    is taken, which `config` must not contradict, but for [parallel], and dealt out to the processes that are there.
+    run_directory.py describes what is written. `allow_changed_data`: a resume takes token files that are others than
+    before. Every process of a world calls it alike; rank 0 alone writes and speaks.
     Raises UserError for everything a user can cause; checkpoints already written stay valid then.
     """
-    run, progress = RunDirectory(out), progress or Progress()
-    if not resume:
-        run.refuse_second_run()
-    if run.path.exists() and not run.path.is_dir():
-        raise UserError(f"{out} is a file; --out names the run's directory")
-    if run.config.exists():
-        saved = run.load_config()
-        refuse_changes(saved, config, run.path)
-        config = saved
-    check_packages(config.train.sinks)
-    with ExitStack() as stack:
+    world, progress = this_world(), progress or Progress()
+    if world.rank:
+        progress = Progress()  # one process speaks
+    with joined(world, config, progress.on_note), ExitStack() as stack:
+        out, config = world.on_rank_zero(lambda: _begun(config, out, resume, world.size))
+        run = RunDirectory(out)
         stack.enter_context(deterministic(config.train.deterministic))
         job = build(config)
-        stack.enter_context(run.locked())
+        world.on_rank_zero(lambda: stack.enter_context(run.locked()))
         stack.enter_context(progress)
         if not resume:
-            run.refuse_second_run()  # another process may have made one since
+            world.on_rank_zero(run.refuse_second_run)  # another process may have made one since
         guards, best = Guards(job.config.train), BestLoss(job.config.train.min_delta)
         extra: dict[str, Stateful] = {"guards": guards, "best": best, "scaler": job.scaler}
         step, rows = start(job, run, resume, progress.on_note, extra, allow_changed_data)
         best.replay(rows)
         progress.on_plan(make_plan(job, step))
-        sinks = stack.enter_context(Sinks(job.config, run, step, progress.on_note))
-        log = stack.enter_context(MetricsLog(run.metrics))
+        own = job.config if world.rank == 0 else replace(job.config, train=replace(job.config.train, sinks=()))
+        sinks = stack.enter_context(Sinks(own, run, step, progress.on_note))
+        log = stack.enter_context(MetricsLog(run.metrics) if world.rank == 0 else NoLog())
         interrupt = stack.enter_context(Interrupt())
         return _Loop(job, run, log, progress, sinks, interrupt, guards, best, extra, step, rows).go()
+
+
+def _begun(config: RunConfig, out: Path, resume: bool, world_size: int) -> tuple[Path, RunConfig]:
+    """(run directory, configuration): the given one, or that of the run that is there; on rank 0, before anything."""
+    run = RunDirectory(out)
+    if not resume:
+        run.refuse_second_run()
+    if run.path.exists() and not run.path.is_dir():
+        raise UserError(f"{out} is a file; --out names the run's directory")
+    if run.config.exists():
+        saved = at_world_size(run.load_config(), world_size)
+        refuse_changes(saved, config, run.path)
+        config = replace(saved, parallel=config.parallel)
+    check_packages(config.train.sinks)
+    return out, config
 
 
 @dataclass
@@ -240,6 +253,7 @@ class _Loop:
         """Save the last step, or put that off where the disk has no room. Raises UserError if it is `required`."""
         if self.saved == self.done:
             return
+        self.job.settle()
         lack = lack_of_room_for(self.job, self.run)
         if self.job.world.any(lack is not None):
             line = f"step {self.done} cannot be saved: {lack or 'another rank has no room'}"
@@ -276,8 +290,8 @@ class _Loop:
         if self.best.observe(self.done, found.loss) and (self.train.early_stopping or self.train.keep_best):
             self._save(required=False)
             if self.saved == self.done:
-                mark_best(self.run.checkpoints, self.done)
-        if self.train.sample_prompt:
+                self.job.world.on_rank_zero(lambda: mark_best(self.run.checkpoints, self.done))
+        if self.train.sample_prompt and self.job.has_whole_weights:
             row["sample"] = self._unless_out_of_memory("sampling", self._sample)
         # Last, so that a run killed before it evaluates again and finds `best` as it left it.
         self.log.write(row)
@@ -286,6 +300,7 @@ class _Loop:
         self.valid_losses.append(found.loss)
 
     def _validate(self) -> Evaluation:
+        self.job.settle()
         return evaluate(
             self.job.model,
             self.job.data,
@@ -293,6 +308,7 @@ class _Loop:
             batches=self.train.eval_batches,
             forward_context=self.job.autocast,
             before_batch=self._stop_if_asked,
+            world=self.job.world,
         )
 
     def _sample(self) -> str:

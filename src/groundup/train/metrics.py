@@ -70,6 +70,19 @@ class MetricsLog:
         self._file.close()
 
 
+class NoLog(MetricsLog):
+    """For the ranks that write nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(Path(os.devnull))
+
+    def write(self, row: Row) -> None:
+        pass
+
+    def sync(self) -> None:
+        pass
+
+
 class StepRows:
     """Turns the numbers of each step into a row, without making a GPU wait.
 

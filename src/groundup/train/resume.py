@@ -7,14 +7,19 @@ besides weights and optimizer is `Stateful` and lies in state.json: guards, earl
 import hashlib
 import platform
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from safetensors import safe_open
 
 from groundup import __version__
+from groundup.config import RunConfig
 from groundup.errors import UserError
+from groundup.model import TransformerLM
+from groundup.parallel.state import load_state, load_weights, local_bytes, whole_state, whole_weights
 from groundup.rows import Row
 from groundup.train.checkpoint import (
     MODEL,
@@ -29,6 +34,7 @@ from groundup.train.job import Job
 from groundup.train.metrics import cut_back
 from groundup.train.run_directory import RunDirectory, flat_fields, refuse_edits
 from groundup.train.state import (
+    check_tensors,
     load_model,
     load_optimizer,
     model_tensors,
@@ -56,8 +62,13 @@ class Stateful(Protocol):
 def lack_of_room_for(job: Job, run: RunDirectory) -> str | None:
     """What to say when the disk has no room for a checkpoint of the job."""
     run.checkpoints.mkdir(exist_ok=True)
-    tensors = [*model_tensors(job.model).values(), *optimizer_tensors(job.model, job.optimizer).values()]
-    return lack_of_room(run.checkpoints, tensors)
+    if not job.is_sharded:
+        tensors = [*model_tensors(job.model).values(), *optimizer_tensors(job.model, job.optimizer).values()]
+        return lack_of_room(run.checkpoints, tensors)
+    entries = getattr(job.optimizer, "inner", job.optimizer).state.values()
+    own = sum(local_bytes(value) for entry in entries for value in entry.values())
+    total = sum(job.world.gather(own)) + job.parameters * next(job.model.parameters()).element_size()
+    return lack_of_room(run.checkpoints, [torch.empty(total, dtype=torch.uint8, device="meta")])
 
 
 def save(job: Job, run: RunDirectory, step: int, extra: Mapping[str, Stateful]) -> None:
@@ -71,8 +82,19 @@ def save(job: Job, run: RunDirectory, step: int, extra: Mapping[str, Stateful]) 
         "config": {name: value for name, value in flat_fields(job.config).items() if name != "data.path"},
         "versions": _versions(),
     }
-    save_checkpoint(run.checkpoints, step, job.model, job.optimizer, facts)
-    prune_checkpoints(run.checkpoints, step, job.config.train.keep_last, job.config.train.keep_every)
+    writes = job.world.rank == 0
+    if job.is_sharded and job.engine is not None:
+        weights = whole_weights(job.engine, job.model, writes)
+        optimizer = whole_state(job.engine, job.model, job.optimizer, writes)
+    elif writes:
+        weights, optimizer = model_tensors(job.model), optimizer_tensors(job.model, job.optimizer)
+    train = job.config.train
+
+    def write() -> None:
+        save_checkpoint(run.checkpoints, step, weights, optimizer, facts)
+        prune_checkpoints(run.checkpoints, step, train.keep_last, train.keep_every)
+
+    job.world.on_rank_zero(write)
 
 
 def start(
@@ -87,14 +109,15 @@ def start(
 
     `allow_changed_data`: go on with token files that are not the ones of before, if the tokenizer is.
     """
-    checkpoint = newest_complete(run.checkpoints, note) if resume else None
+    world = job.world
+    checkpoint = world.on_rank_zero(lambda: newest_complete(run.checkpoints, note) if resume else None)
     if checkpoint is None:
         if resume:
             note(f"{run.path} has no complete checkpoint; starting at step 0")
-        run.begin(job.config, Path(job.config.data.path) / "tokenizer.json")
+        world.on_rank_zero(lambda: run.begin(job.config, Path(job.config.data.path) / "tokenizer.json"))
         return 0, []
     _restore(job, checkpoint, run, note, extra, allow_changed_data)
-    rows = cut_back(run.metrics, checkpoint.step)
+    rows = world.on_rank_zero(lambda: cut_back(run.metrics, checkpoint.step))
     last = max((row["step"] for row in rows), default=0)
     if last < checkpoint.step:
         note(f"{run.metrics} ends at step {last}; the rows up to step {checkpoint.step} are lost")
@@ -118,8 +141,11 @@ def _restore(
         )
     _check_data(job, state["data"], checkpoint, run, note, allow_changed_data)
     refuse_edits(state["config"], job.config, run.path)
-    load_model(job.model, checkpoint.path / MODEL)
-    load_optimizer(job.model, job.optimizer, checkpoint.path / OPTIMIZER)
+    if job.is_sharded:
+        _load_parts(job, checkpoint.path)
+    else:
+        load_model(job.model, checkpoint.path / MODEL)
+        load_optimizer(job.model, job.optimizer, checkpoint.path / OPTIMIZER)
     for name, part in extra.items():
         if name in state.get("extra", {}):  # a checkpoint older than the part has none
             part.load_state_dict(state["extra"][name])
@@ -133,6 +159,36 @@ def _restore(
     if moved:
         note(f"since the checkpoint: {', '.join(moved)}; losses may differ in their last bits")
     note(f"going on from {checkpoint.path}")
+
+
+def _load_parts(job: Job, path: Path) -> None:
+    """Each rank reads its own parts of the mapped files. Raises UserError as load_model does."""
+    assert job.engine is not None
+    with safe_open(path / MODEL, framework="pt") as weights, safe_open(path / OPTIMIZER, framework="pt") as state:
+        with torch.device("meta"):
+            expected = TransformerLM(job.config.model).state_dict()
+        saved = {name: torch.empty(weights.get_slice(name).get_shape(), device="meta") for name in weights.keys()}  # noqa: SIM118
+        check_tensors({name: tensor.shape for name, tensor in expected.items()}, saved, path / MODEL)
+        load_weights(job.engine, job.model, weights.get_tensor)
+        load_state(job.engine, job.model, job.optimizer, state.keys(), state.get_tensor)
+
+
+def at_world_size(config: RunConfig, size: int) -> RunConfig:
+    """A saved configuration with its global batch dealt out to `size` processes; the micro-batch as large as before,
+    or the next smaller one that divides. Raises UserError when the batch cannot be dealt out evenly.
+    """
+    train = config.train
+    total, micro = train.global_batch_size, train.micro_batch_size
+    if not total or not micro or total == micro * train.grad_accumulation * size:
+        return config
+    if total % size:
+        raise UserError(
+            f"the run's global batch of {total} sequences cannot be dealt out to {size} processes; start a number of "
+            "them that divides it"
+        )
+    share = total // size
+    micro = max(n for n in range(1, min(micro, share) + 1) if share % n == 0)
+    return replace(config, train=replace(train, micro_batch_size=micro, grad_accumulation=share // micro))
 
 
 def _check_data(

@@ -10,11 +10,11 @@ import os
 import re
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from groundup.config import RunConfig, dump_toml, load_toml
+from groundup.config import ParallelConfig, RunConfig, dump_toml, load_toml
 from groundup.errors import UserError
 from groundup.files import write_atomic
 from groundup.tokenizer import Tokenizer
@@ -42,6 +42,9 @@ HARMLESS = frozenset(
         *("train.device", "train.eval_every", "train.eval_batches", "train.save_every", "train.keep_last"),
         *("train.keep_every", "train.keep_best", "train.early_stopping", "train.max_skipped_steps"),
         *("train.peak_tflops", "train.sample_prompt", "train.sinks", "train.memory_gib"),
+        # The same global batch in other pieces: how a run goes on with another number of processes.
+        *("train.micro_batch_size", "train.grad_accumulation", "train.compile_unit"),
+        *(f"parallel.{field.name}" for field in fields(ParallelConfig)),
     }
 )
 """Fields a user may edit in a run's config.toml between two resumes: they do not change what is learnt."""
@@ -124,7 +127,7 @@ def changed_fields(saved: RunConfig, given: RunConfig) -> list[tuple[str, Any, A
     before, after = flat_fields(saved), flat_fields(given)
     changed = []
     for name, value in after.items():
-        if value == before[name] or (name in DERIVED and value == DERIVED[name]):
+        if value == before[name] or (name in DERIVED and value == DERIVED[name]) or name.startswith("parallel."):
             continue
         if name == "data.path" and Path(value).resolve() == Path(before[name]).resolve():
             continue

@@ -1,0 +1,110 @@
+"""The state of a run as whole named tensors, however it is spread: gathered for a checkpoint, cut when it is read.
+
+Gathering brings one tensor (or one bucket) at a time to the host of rank 0, so no GPU ever holds the whole; reading is
+done by each rank for itself, from the mapped file, its own parts only. The names are those of one process, so that a
+checkpoint knows nothing of world sizes and engines.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from groundup.parallel.flat import cut_state, gathered_state
+from groundup.parallel.fsdp import FSDP, Unit
+from groundup.parallel.torch_engines import TorchFSDP2, like
+from groundup.parallel.whole import WholeParameterOptimizer
+from groundup.parallel.zero import ShardedOptimizer, load_pieces
+
+Sharded = (ShardedOptimizer, WholeParameterOptimizer)
+
+
+def whole_weights(engine: nn.Module, model: nn.Module, keep: bool = True) -> dict[str, Tensor]:
+    """Name → weight on the CPU, on ranks with `keep`; a collective."""
+    if isinstance(engine, FSDP | TorchFSDP2):
+        found = dict(engine.full_parameters(keep))
+    else:
+        found = {n: t.detach().to("cpu", copy=True) for n, t in model.state_dict().items()} if keep else {}
+    return {name: found[name].contiguous() for name in model.state_dict() if name in found}
+
+
+def whole_state(
+    engine: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = True
+) -> dict[str, Tensor]:
+    """`exp_avg.layers.0.…` → the optimizer's state on the CPU, counts as int64, on ranks with `keep`; a collective."""
+    names = {p: name for name, p in model.named_parameters()}
+    if isinstance(engine, FSDP):
+        pieces = {piece for unit in engine.units for piece in unit.pieces}
+        entries = dict(gathered_state(engine.units, optimizer.state, engine.group, keep))
+        entries |= {p: optimizer.state[p] for p in names if p not in pieces and p in optimizer.state}
+    elif isinstance(optimizer, Sharded):
+        entries = dict(optimizer.gathered_state(keep))
+    else:
+        entries = {p: optimizer.state[p] for p in names if p in optimizer.state}
+    found = {}
+    for p, name in names.items():
+        for key, value in entries.get(p, {}).items():
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            if keep:
+                found[f"{key}.{name}"] = as_saved(whole)
+    return found
+
+
+def as_saved(value: Any) -> Tensor:
+    """A state value as a checkpoint holds it: on the CPU; a single number as int64."""
+    if isinstance(value, Tensor) and value.ndim:
+        return value.detach().to("cpu", copy=True).contiguous()
+    return torch.tensor(int(value))
+
+
+def load_weights(engine: nn.Module, model: nn.Module, read: Callable[[str], Tensor]) -> None:
+    """Take whole weights by name; `read` may map a file, of which only this rank's parts are then touched."""
+    if isinstance(engine, FSDP | TorchFSDP2):
+        engine.load_full_parameters(read)
+        return
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            tensor.copy_(read(name))
+
+
+def load_state(
+    engine: nn.Module,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    saved: Iterable[str],
+    read: Callable[[str], Tensor],
+) -> None:
+    """Take the whole optimizer state of the names `saved`, as whole_state gives them; this rank keeps its parts."""
+    params = dict(model.named_parameters())
+    entries: dict[Any, dict[str, Any]] = {}
+    places: dict[Any, tuple[Unit, int]] = {}
+    if isinstance(engine, FSDP):
+        places = {piece: (unit, index) for unit in engine.units for index, piece in enumerate(unit.pieces)}
+    for full in saved:
+        key, _, name = full.partition(".")
+        p, value = params[name], read(full)
+        if p in places and value.ndim:
+            unit, index = places[p]
+            value = cut_state(unit, index, {key: value})[key].clone()
+        elif isinstance(p, DTensor) and value.ndim:
+            value = like(p, value)
+        entries.setdefault(p, {})[key] = value if value.ndim else _count(optimizer, value)
+    if isinstance(optimizer, Sharded):
+        optimizer.load_state(entries)
+    else:
+        load_pieces(optimizer, entries)
+
+
+def local_bytes(value: Any) -> int:
+    """Bytes that this rank holds of a tensor; 0 for anything else."""
+    if not isinstance(value, Tensor):
+        return 0
+    return (value.to_local() if isinstance(value, DTensor) else value).nbytes
+
+
+def _count(optimizer: torch.optim.Optimizer, value: Tensor) -> Any:
+    """A step count as the optimizer keeps it: torch's as a float32 tensor, ours as an int."""
+    inner = getattr(optimizer, "inner", optimizer)
+    return value.float() if type(inner).__module__.startswith("torch.") else int(value)
