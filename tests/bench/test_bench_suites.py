@@ -13,8 +13,8 @@ from bench_tools import TINY, tiny_cells, validate
 from groundup.account import predict_step
 from groundup.bench.benchmark import find, summaries
 from groundup.bench.cells import document
+from groundup.bench.suites import attention, mixed_precision, norm, step
 from groundup.bench.suites import generate as generation
-from groundup.bench.suites import mixed_precision, norm, step
 from groundup.config import size
 from groundup.errors import UserError
 from groundup.generate import generate
@@ -84,7 +84,7 @@ def test_bf16_is_autocast_over_float32_weights():
         step.cells(step.Options(device="cpu", size="tiny", context="8", precision="bf16"))[0], torch.device("cpu")
     )
     seen = []
-    subject.model.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    subject.model.layers[0].ffn.w2.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
     subject.forward().backward()
     assert seen == [torch.bfloat16]
     assert {p.dtype for p in subject.model.parameters()} == {torch.float32}
@@ -190,3 +190,33 @@ def test_bad_options_are_one_line(name, changes, words):
 def test_cuda_without_a_gpu_is_refused():
     with pytest.raises(UserError, match="no GPU"):
         step.cells(step.Options(device="cuda"))
+
+
+def test_every_attention_implementation_gives_the_eager_result():
+    options = attention.Options(device="cpu", d="16", context="64", batch="2", heads="3", causal="no,yes")
+    cells = {cell["causal"]: cell for cell in attention.cells(options)}
+    q, k, v = (torch.randn(2, 3, 64, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    for cell in cells.values():
+        expected = attention.implementation(cell | {"implementation": "eager"}, torch.device("cpu"))(q, k, v)
+        for name in ("flash-torch", "sdpa-flash"):  # the others need a GPU, or a minute of compiling
+            found = attention.implementation(cell | {"implementation": name}, torch.device("cpu"))(q, k, v)
+            torch.testing.assert_close(found, expected)
+
+
+def test_attention_on_a_device_that_a_kernel_lacks_is_an_error_cell():
+    (cell,) = tiny_cells("attention", implementation="flash-triton")
+    assert cell["status"] == "error"
+    assert "flash-triton" in cell["message"]
+
+
+def test_step_measures_the_ways_of_computing():
+    how = {"attention": "sdpa", "kernels": "loss", "checkpoint": "0,1"}
+    plain, again = tiny_cells("step", mode="forward-backward", **how)
+    assert (plain["status"], again["status"]) == ("ok", "ok")
+    assert again["parameters"]["checkpoint_activations"] == 1
+    assert "flops.forward" not in plain["metrics"]
+    (counted,) = tiny_cells("step", mode="forward-backward", checkpoint="1")
+    expected = predict_step(size("tiny"), 4, 8, "forward-backward", checkpoint_every=1)
+    assert counted["metrics"]["flops.backward"] == expected["flops.backward"] + expected["flops.recompute"]
+    old = {k: v for k, v in plain["parameters"].items() if k not in ("attention", "kernels", "norm")}
+    assert (step.model_config(old).attention, step.model_config(old).kernels) == ("reference", "reference")

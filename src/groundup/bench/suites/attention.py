@@ -1,28 +1,36 @@
-"""Time and memory of plain attention over a grid of head widths and sequence lengths.
+"""Time and memory of attention over a grid of head widths and sequence lengths: plain, our kernels, their peers.
 
-The course's grid: batch 8 without heads, d 16–128, N 256–16384; the eager reference materialises the (N, N) scores
-and is O(N²) in memory, so the grid's far corner runs out of memory on smaller GPUs, which is a result.
+The course's first grid, the default: batch 8 without heads, d 16–128, N 256–16384; the eager reference materialises the
+(N, N) scores and is O(N²) in memory, so the grid's far corner runs out of memory on smaller GPUs, which is a result.
+Its FlashAttention grid is batch 1, causal, N 128–65536, d 16–128, bf16 and fp32, for the implementations that it names.
+What an implementation does not know (a width, a type, a device) ends as a cell with its error.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, at_least, numbers, words
 from groundup.bench.cells import Parameters
 from groundup.bench.harness import summary, time_steps
 from groundup.bench.sweep import resolve_device
+from groundup.kernels import attention as kernel_attention
 from groundup.model.attention import causal_mask, scaled_dot_product_attention
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+KERNELS = ("flash-torch", "flash-triton", "flash-hopper")
+SDPA = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION}
+IMPLEMENTATIONS = ("eager", "compiled", *KERNELS, *SDPA, "flex")
 
 
 @dataclass(frozen=True)
 class Options(SweepOptions):
-    """Time and memory of plain attention over a grid of head widths and sequence lengths.
+    """Time and memory of attention over a grid of head widths and sequence lengths: plain, our kernels, their peers.
 
     Lists are separated by commas; every combination is one cell.
     """
@@ -32,9 +40,14 @@ class Options(SweepOptions):
     context: str = "256,1024,4096,8192,16384"
     """Sequence lengths N."""
     batch: str = "8"
-    """Sequences, without a heads dimension."""
+    """Sequences."""
+    heads: str = "1"
+    """Heads of each sequence."""
     implementation: str = "eager,compiled"
-    """eager: this package's reference; compiled: the same under torch.compile."""
+    """eager: this package's reference; compiled: the same under torch.compile; flash-torch, flash-triton, flash-hopper:
+    this package's kernels; sdpa-flash, sdpa-cudnn, flex: PyTorch's own."""
+    deterministic: str = "yes"
+    """yes, no: whether the backward of flash-hopper adds in a fixed order."""
     precision: str = "fp32"
     """Dtype of all tensors: fp32 (TF32 off), bf16."""
     causal: str = "no"
@@ -55,7 +68,9 @@ def cells(options: Options) -> list[Parameters]:
             "implementation": implementation,
             "precision": precision,
             "causal": causal == "yes",
+            "deterministic": deterministic == "yes",
             "batch_size": batch,
+            "heads": heads,
             "d": d,
             "context_length": context,
             "warmup": options.warmup,
@@ -63,10 +78,12 @@ def cells(options: Options) -> list[Parameters]:
             "seed": options.seed,
             "device": device,
         }
-        for implementation in words(options.implementation, "--implementation", ("eager", "compiled"))
+        for implementation in words(options.implementation, "--implementation", IMPLEMENTATIONS)
         for precision in words(options.precision, "--precision", tuple(DTYPES))
         for causal in words(options.causal, "--causal", ("no", "yes"))
+        for deterministic in words(options.deterministic, "--deterministic", ("yes", "no"))
         for batch in numbers(options.batch, "--batch")
+        for heads in numbers(options.heads, "--heads")
         for context in numbers(options.context, "--context")
         for d in numbers(options.d, "--d")
     ]
@@ -76,19 +93,16 @@ def run(parameters: Parameters) -> Measurement:
     """Forward and backward time of one cell, and what is held between them."""
     device = torch.device(str(parameters["device"]))
     torch.set_float32_matmul_precision("highest")
-    batch, n, d = (int(parameters[name]) for name in ("batch_size", "context_length", "d"))
+    shape = tuple(int(parameters[name]) for name in ("batch_size", "heads", "context_length", "d"))
     dtype = DTYPES[str(parameters["precision"])]
     start = _allocated(device)
-    q, k, v = (torch.randn(batch, n, d, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
-    gradient = torch.randn(batch, n, d, device=device, dtype=dtype)
-    mask = causal_mask(n, n, device) if parameters["causal"] else None
-    attend: Callable[..., Tensor] = scaled_dot_product_attention
-    if parameters["implementation"] == "compiled":
-        attend = torch.compile(attend, dynamic=False)
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    gradient = torch.randn(shape, device=device, dtype=dtype)
+    attend = implementation(parameters, device)
     before_backward: list[int] = []
 
     def step(mark: Callable[[str], None]) -> None:
-        out = attend(q, k, v, mask)
+        out = attend(q, k, v)
         mark("forward")
         before_backward.append(_allocated(device) - start)
         torch.autograd.grad(out, (q, k, v), gradient)
@@ -104,6 +118,33 @@ def run(parameters: Parameters) -> Measurement:
     return Measurement(metrics, stamp, {} if on_cuda else {"memory": "the allocator is not measured on the CPU: null"})
 
 
+def implementation(parameters: Parameters, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """What a cell measures, as a function of q, k and v, each (batch, heads, N, d)."""
+    name, causal, n = str(parameters["implementation"]), bool(parameters["causal"]), int(parameters["context_length"])
+    if name in KERNELS:
+        return partial(
+            kernel_attention, causal=causal, backend=name, deterministic=bool(parameters.get("deterministic", True))
+        )
+    if name in SDPA:
+
+        def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(SDPA[name]):
+                return kernel_attention(q, k, v, causal=causal, backend="sdpa")
+
+        return sdpa
+    if name == "flex":
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        def visible(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return i >= j
+
+        blocks = create_block_mask(visible, None, None, n, n, device=device.type) if causal else None
+        compiled: Any = torch.compile(flex_attention, dynamic=False)
+        return partial(compiled, block_mask=blocks)
+    plain = torch.compile(scaled_dot_product_attention, dynamic=False) if name == "compiled" else None
+    return partial(plain or scaled_dot_product_attention, mask=causal_mask(n, n, device) if causal else None)
+
+
 def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
@@ -117,6 +158,7 @@ BENCHMARK = Benchmark(
     columns=(
         Column("forward, ms", "time.forward", "ms"),
         Column("backward, ms", "time.backward", "ms"),
+        Column("both, ms", "time.total", "ms"),
         Column("before backward, GiB", "memory.before_backward", "GiB"),
         Column("peak, GiB", "memory.peak", "GiB"),
     ),

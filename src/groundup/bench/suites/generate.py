@@ -12,6 +12,7 @@ for a device that the account does not know, CPUs among them, unless --hardware 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from groundup.config import ModelConfig, RunConfig, load_toml, size
 from groundup.errors import UserError
 from groundup.generate.batch import RowCache, prefill, step
 from groundup.generate.cache import KVCache
+from groundup.generate.decode import CompiledDecode
 from groundup.generate.engine import checked_tokens, inference, next_logits
 from groundup.model import TransformerLM
 
@@ -45,6 +47,12 @@ SHAPE = (
     "rope_theta",
     "norm_eps",
     "tie_embeddings",
+    "norm",
+    "position",
+    "ffn",
+    "qk_norm",
+    "attention_softcap",
+    "logit_softcap",
 )
 
 
@@ -65,6 +73,8 @@ class Options(SweepOptions):
     """Prompts at once."""
     precision: str = "bf16-weights"
     """fp32, tf32, bf16-weights (the whole model cast to bfloat16, as one does for generation)."""
+    compile: str = "no"
+    """no, yes: whether the step of one token is compiled (and recorded as a CUDA graph)."""
     warmup: int = 3
     """Untimed prefills, and untimed steps, before the timed ones."""
     prefills: int = 5
@@ -83,7 +93,10 @@ def cells(options: Options) -> list[Parameters]:
         gpu(options.hardware)  # refuses an unknown name
     device = resolve_device(options.device)
     found: list[Parameters] = []
-    for precision in words(options.precision, "--precision", tuple(DTYPES)):
+    outer = product(
+        words(options.compile, "--compile", ("no", "yes")), words(options.precision, "--precision", tuple(DTYPES))
+    )
+    for compiled, precision in outer:
         for name, shape in _shapes(options).items():
             for batch in numbers(options.batch, "--batch"):
                 for prompt in numbers(options.prompt, "--prompt"):
@@ -93,6 +106,7 @@ def cells(options: Options) -> list[Parameters]:
                             "size": name,
                             **{field: getattr(shape, field) for field in SHAPE},
                             "precision": precision,
+                            "compile": compiled,
                             "batch_size": batch,
                             "prompt_tokens": prompt,
                             "warmup": options.warmup,
@@ -141,6 +155,10 @@ class Subject:
         dtype = DTYPES[precision]
         self.alone = KVCache(model.config, dtype=dtype, device=device) if self.rows == 1 else None
         self.many = RowCache(model.config, self.rows, dtype, device) if self.rows > 1 else None
+        cache = self.many or self.alone
+        assert cache is not None
+        compiled = parameters["compile"] == "yes"
+        self.compiled = CompiledDecode(self.model, cache.keys, cache.values) if compiled else None
 
     def prefill(self, mark: Callable[[str], None]) -> None:
         """The prompts through the model, and their first tokens."""
@@ -156,9 +174,9 @@ class Subject:
         """One more token for every row."""
         with inference(self.model):
             if self.many is not None:
-                self._draw(step(self.model, self.many, self.tokens))
+                self._draw(step(self.model, self.many, self.tokens, self.compiled))
             elif self.alone is not None:
-                self._draw(next_logits(self.model, self.tokens, self.alone)[None])
+                self._draw(next_logits(self.model, self.tokens, self.alone, self.compiled)[None])
         mark("step")
 
     def _draw(self, logits: torch.Tensor) -> None:
@@ -213,7 +231,7 @@ BENCHMARK = Benchmark(
     options=Options,
     cells=cells,
     run=run,
-    group=lambda cell: (cell["size"], cell["precision"]),
+    group=lambda cell: (cell["size"], cell["precision"], cell["compile"]),
     columns=(
         Column("prefill, ms", "time.prefill", "ms"),
         Column("prefill tokens/s", "prefill_tokens_per_second"),

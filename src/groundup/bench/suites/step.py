@@ -9,7 +9,7 @@ phase's peak is its own, and the optimizer's state exists as it does in any step
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -22,11 +22,15 @@ from groundup.bench.harness import Timing, summary, time_steps
 from groundup.bench.precision import PRECISIONS, dtype_name, use_precision
 from groundup.bench.sweep import resolve_device
 from groundup.config import ModelConfig, RunConfig, load_toml, size
+from groundup.config.model import Attention, Kernels
 from groundup.model import TransformerLM, count_parameters
 from groundup.optim import AdamW, parameter_groups
 
 MODES = ("forward", "forward-backward", "train-step")
 SHAPE = ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "tie_embeddings")
+VARIANT = ("norm", "position", "ffn", "qk_norm", "attention_softcap", "logit_softcap")
+HOW = {"attention": "reference", "attention_deterministic": True, "kernels": "reference", "checkpoint_activations": 0}
+"""How the model is computed, and what cells from before there was a choice measured."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,14 @@ class Options(SweepOptions):
     """fp32, tf32, bf16 (autocast around forward and loss, float32 weights)."""
     compile: str = "no"
     """no, model (torch.compile of the whole), blocks (of the block, once for all layers: seconds, not minutes)."""
+    attention: str = "reference"
+    """auto, reference, flash-torch, flash-triton, flash-hopper, sdpa."""
+    deterministic: str = "yes"
+    """yes, no: whether attention's backward adds in a fixed order."""
+    kernels: str = "reference"
+    """Of norm, RoPE, SwiGLU and loss: auto, reference, loss (the cross entropy alone), triton."""
+    checkpoint: str = "0"
+    """Blocks a piece of activation checkpointing holds; 0: none."""
     warmup: str = "5"
     """Untimed steps before the timed ones; 0 times the first step in a fresh process."""
     steps: int = 10
@@ -75,7 +87,11 @@ def cells(options: Options) -> list[Parameters]:
     return [
         {
             "size": name,
-            **{field: getattr(shape, field) for field in SHAPE},
+            **{field: getattr(shape, field) for field in SHAPE + VARIANT},
+            "attention": attention,
+            "attention_deterministic": deterministic == "yes",
+            "kernels": kernels,
+            "checkpoint_activations": checkpoint,
             "mode": mode,
             "grad": grad,
             "precision": precision,
@@ -90,6 +106,10 @@ def cells(options: Options) -> list[Parameters]:
         for compiled in words(options.compile, "--compile", ("no", "model", "blocks"))
         for precision in words(options.precision, "--precision", PRECISIONS)
         for name, shape in shapes.items()
+        for attention in words(options.attention, "--attention", get_args(Attention))
+        for deterministic in words(options.deterministic, "--deterministic", ("yes", "no"))
+        for kernels in words(options.kernels, "--kernels", get_args(Kernels))
+        for checkpoint in numbers(options.checkpoint, "--checkpoint", least=0)
         for mode in modes
         for grad in (grads if mode == "forward" else ["on"])
         for batch in batches
@@ -115,7 +135,8 @@ def group(parameters: Parameters) -> object:
 
 def model_config(parameters: Parameters) -> ModelConfig:
     """The shape that a cell measures."""
-    fields: dict[str, Any] = {name: parameters[name] for name in SHAPE}
+    fields: dict[str, Any] = {name: parameters[name] for name in SHAPE + VARIANT if name in parameters}
+    fields |= {name: parameters.get(name, default) for name, default in HOW.items()}
     return ModelConfig(**fields, context_length=int(parameters["context_length"])).resolve()
 
 
@@ -251,8 +272,11 @@ class Subject:
 def count_flops(subject: Subject, parameters: Parameters) -> dict[str, int]:
     """FLOPs of the model's own operations as torch.utils.flop_counter sees them pass in one untimed step.
 
-    The counter cannot look into compiled code: a compiled model is counted on an eager twin without data.
+    The counter cannot look into compiled code: a compiled model is counted on an eager twin without data. Nor can it
+    look into kernels: with them there is no count.
     """
+    if any(parameters[name] != "reference" for name in ("attention", "kernels")):
+        return {}
     model, ids = subject.model, subject.ids
     if parameters["compile"] != "no":
         with torch.device("meta"):
@@ -288,7 +312,7 @@ BENCHMARK = Benchmark(
         Column("peak, GiB", "memory.peak", "GiB"),
         Column("tokens/s", "tokens_per_second"),
     ),
-    hidden=SHAPE,
+    hidden=SHAPE + VARIANT,
     plot_x="context_length",
     plot_y="time.step",
     check=_check,
