@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from groundup.parallel.agree import check_same
 from groundup.parallel.flat import on_cpu
-from groundup.parallel.zero import load_pieces, options_of, pass_options
+from groundup.parallel.zero import defaults_of, load_pieces, options_of, pass_options
 
 
 def element_cost(p: Tensor, _: dict[str, Any]) -> float:
@@ -52,10 +52,11 @@ class WholeParameterOptimizer(torch.optim.Optimizer):
         self.owner: dict[nn.Parameter, int] = {}
         self.load = [0.0] * self.world_size
         """What each rank has to do, in units of `cost`."""
-        self.inner = optimizer_cls([nn.Parameter(torch.zeros(1, 1))], **kwargs)
-        self.inner.param_groups.clear()
-        self.inner.state.clear()
-        super().__init__(params, self.inner.defaults)
+        self.inner: Any = None
+        self._own: list[dict[str, Any]] = []
+        """The parameter groups of the optimizer inside, until it is there."""
+        super().__init__(params, defaults_of(optimizer_cls, kwargs))
+        self.inner = optimizer_cls(self._own, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group on every rank alike; its parameters are dealt out. Raises DisagreementError otherwise."""
@@ -67,7 +68,11 @@ class WholeParameterOptimizer(torch.optim.Optimizer):
             owner = min(range(self.world_size), key=lambda rank: self.load[rank])
             self.owner[p] = owner
             self.load[owner] += self.cost(p, group)
-        self.inner.add_param_group({**options_of(group), "params": [p for p in params if self.owner[p] == self.rank]})
+        own = {**options_of(group), "params": [p for p in params if self.owner[p] == self.rank]}
+        if self.inner is None:
+            self._own.append(own)
+        else:
+            self.inner.add_param_group(own)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:

@@ -111,11 +111,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Whether the pieces hold this step's gradients already."""
         self.overlapped = False
         """Whether somebody waits for the parameters in the next forward, so that `step` need not."""
-        # Learn the defaults from an optimizer of one number, then let it take the pieces.
-        self.inner = optimizer_cls([nn.Parameter(torch.zeros(1))], **kwargs)
-        self.inner.param_groups.clear()
-        self.inner.state.clear()
-        super().__init__(params, self.inner.defaults)
+        self.inner: Any = None
+        self._pieces: list[dict[str, Any]] = []
+        """The parameter groups of the optimizer inside, until it is there."""
+        super().__init__(params, defaults_of(optimizer_cls, kwargs))
+        self.inner = optimizer_cls(self._pieces, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group on every rank alike; its parameters join the sharding. Raises DisagreementError otherwise."""
@@ -128,7 +128,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.lines += lines
         self.home |= {p: line for line in lines for p in line.params}
         pieces = [piece for line in lines for piece in line.pieces]
-        self.inner.add_param_group({**options_of(group), "params": pieces})
+        inner_group = {**options_of(group), "params": pieces}
+        if self.inner is None:
+            self._pieces.append(inner_group)
+        else:
+            self.inner.add_param_group(inner_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -205,6 +209,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if p in state
         }
         load_pieces(self.inner, entries)
+
+
+def defaults_of(optimizer_cls: type[torch.optim.Optimizer], options: dict[str, Any]) -> dict[str, Any]:
+    """The options that a parameter group of such an optimizer has, learnt from one of a single number."""
+    return optimizer_cls([nn.Parameter(torch.zeros(1, 1))], **options).defaults
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,166 @@
+"""Ranks from every launcher's variables, Slurm's node lists, the launcher of our own."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from groundup.config import ParallelConfig
+from groundup.errors import UserError
+from groundup.parallel.launch import ChildError, spawn
+from groundup.parallel.processes import (
+    World,
+    connect,
+    disconnect,
+    from_rank_zero,
+    local_device,
+    meeting_point,
+    nccl_variables,
+    this_world,
+)
+from groundup.parallel.slurm import hosts
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("login", ["login"]),
+        ("a,b-2", ["a", "b-2"]),
+        ("node[01-03,7],gpu5", ["node01", "node02", "node03", "node7", "gpu5"]),
+        ("n[9-11]", ["n9", "n10", "n11"]),
+        ("r[1-2]n[0-1].local", ["r1n0.local", "r1n1.local", "r2n0.local", "r2n1.local"]),
+    ],
+)
+def test_node_lists(text, expected):
+    assert hosts(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "n[1-", "n[a-b]", "n[1-x]", "a b"])
+def test_broken_node_lists_are_refused(text):
+    with pytest.raises(UserError, match="SLURM_NODELIST"):
+        hosts(text)
+
+
+SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "41234"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, World(0, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, World(3, 4, 1, "torchrun")),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, World(0, 1)),
+        (
+            {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"},
+            World(2, 4, 2, "mpirun"),
+        ),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, World(1, 2, 0, "mpirun")),
+        ({**SLURM, "SLURM_STEP_ID": "0"}, World(5, 8, 1, "srun")),
+        (SLURM, World(0, 1)),  # a batch script's own shell
+        ({**SLURM, "SLURM_STEP_ID": "0", "RANK": "1", "WORLD_SIZE": "2"}, World(1, 2, 0, "torchrun")),
+    ],
+)
+def test_worlds(environment, expected):
+    assert this_world(environment) == expected
+
+
+def test_impossible_worlds_are_refused():
+    with pytest.raises(UserError, match="not below"):
+        this_world({"RANK": "4", "WORLD_SIZE": "4"})
+    with pytest.raises(UserError, match="not numbers"):
+        this_world({"RANK": "x", "WORLD_SIZE": "4"})
+
+
+def test_meeting_points():
+    srun = World(5, 8, 1, "srun")
+    assert meeting_point(srun, {**SLURM, "SLURM_JOB_NODELIST": "gpu[07-08]"}) == ("gpu07", 15000 + 41234 % 20000)
+    assert meeting_point(srun, {**SLURM, "MASTER_ADDR": "a", "MASTER_PORT": "77"}) == ("a", 77)
+    mpirun = World(0, 2, 0, "mpirun")
+    local = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": "5"}
+    assert meeting_point(mpirun, local) == ("127.0.0.1", 5)
+    with pytest.raises(UserError, match="MASTER_PORT is not set"):
+        meeting_point(mpirun, {"MASTER_ADDR": "a"})
+    with pytest.raises(UserError, match="MASTER_ADDR is not set"):
+        meeting_point(mpirun, {"MASTER_PORT": "5"})
+
+
+def test_devices(monkeypatch):
+    assert local_device("cpu", World(1, 2, 1)) == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert local_device("cuda", World(6, 8, 2)) == torch.device("cuda", 2)
+    with pytest.raises(UserError, match="at most 4 processes"):
+        local_device("cuda", World(5, 8, 5))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # one visible device a task
+    assert local_device("cuda", World(6, 8, 2)) == torch.device("cuda", 0)
+
+
+def test_nccl_variables_name_multicast():
+    assert nccl_variables(False, 10)["NCCL_NVLS_ENABLE"] == "0"
+    assert nccl_variables(True, 10)["NCCL_NVLS_ENABLE"] == "1"
+
+
+@pytest.mark.parametrize(
+    "fields", [{"bucket_mb": 0.0}, {"prefetch": 3}, {"timeout": 0.0}, {"optimizer": "zero1", "data": "fsdp"}]
+)
+def test_impossible_configurations_are_refused(fields):
+    with pytest.raises(UserError, match=next(iter(fields))):
+        ParallelConfig(**fields).check()
+
+
+def meet(value):
+    world = this_world()
+    connect(world, torch.device("cpu"), timeout=20)
+    total = torch.tensor(float(world.rank + value))
+    torch.distributed.all_reduce(total)
+    name = from_rank_zero(world, lambda: f"run-{world.rank}")
+    try:
+        from_rank_zero(world, fail_on_rank_zero)
+    except UserError as error:
+        said = str(error)
+    disconnect()
+    return world.rank, total.item(), name, said
+
+
+def fail_on_rank_zero():
+    raise UserError("no room")
+
+
+def fail(kind):
+    world = this_world()
+    if kind == "alone":
+        connect(world, torch.device("cpu"), start_timeout=3)
+    connect(world, torch.device("cpu"), timeout=60)
+    if world.rank == 1:
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise UserError("a broken file") if kind == "user" else ValueError("a bug")
+    time.sleep(60)
+
+
+def test_processes_meet_and_agree():
+    found = spawn(meet, 2, 10)
+    assert found == [(rank, 21.0, "run-0", "no room") for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        ("user", UserError, "rank 1: a broken file"),
+        ("bug", ChildError, r"rank 1 failed:\nTraceback[\s\S]*ValueError: a bug"),
+        ("kill", UserError, "rank 1 was killed by SIGKILL; the others were stopped"),
+    ],
+)
+def test_a_failure_stops_all_and_is_named(kind, error, text):
+    start = time.monotonic()
+    with pytest.raises(error, match=text):
+        spawn(fail, 2, kind)
+    assert time.monotonic() - start < 50  # not the sleep of the other rank
+
+
+def test_a_rank_that_does_not_start_is_named(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"rank 1 did not start within 1 s \(parallel.start_timeout\)"):
+        connect(this_world(), torch.device("cpu"), start_timeout=1)
