@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,8 +45,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], value: float, where
             return real(job, batch, lr, limit)
         if where == "loss":
             forward = job.forward
-            changed = SimpleNamespace(**vars(job), autocast=job.autocast)
-            changed.forward = lambda *args, **kwargs: forward(*args, **kwargs) * value
+            changed = replace(job, forward=lambda *args, **kwargs: forward(*args, **kwargs) * value)
             return real(changed, batch, lr, limit)
         weight = next(job.model.parameters())
         hook = weight.register_hook(lambda grad: grad * value)
@@ -67,9 +67,7 @@ def test_a_step_that_is_not_finite_changes_nothing(value: float, where: str, tok
     batch = job.read(2)
     if where == "loss":
         forward = job.forward
-        job = SimpleNamespace(
-            **{**vars(job), "forward": lambda *a, **k: forward(*a, **k) * value}, autocast=job.autocast
-        )
+        job = replace(job, forward=lambda *args, **kwargs: forward(*args, **kwargs) * value)
         loss, norm, skipped = training_step(job, batch, 1e-3)
         assert not math.isfinite(loss)
     else:
@@ -111,7 +109,7 @@ def test_a_flag_of_another_rank_skips_here_too(tokens: Path):
     job = build(tiny_config(tokens))
     before = job.model.lm_head.weight.clone()
     other = SimpleNamespace(sum=lambda values: values + torch.tensor([0.0, 1.0]))
-    changed = SimpleNamespace(**{**vars(job), "world": other}, autocast=job.autocast)
+    changed = replace(job, world=other)
     loss, norm, skipped = training_step(changed, job.read(1), 1e-3)
     assert skipped
     assert torch.isfinite(loss)
@@ -145,6 +143,22 @@ def test_a_skipped_step_is_counted_and_the_run_goes_on(where: str, tokens: Path,
     assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
     state = json.loads((tmp_path / "run" / "checkpoints" / "step-00000012" / "state.json").read_text())
     assert (state["extra"]["guards"]["skipped"], state["extra"]["guards"]["in_a_row"]) == (1, 0)
+
+
+def test_a_loss_scale_goes_on_where_it_was(tokens: Path, tmp_path: Path, monkeypatch):
+    """fp16: the skipped step halves the scale, and the scale is in the checkpoint."""
+    config = tiny_config(tokens, precision="fp16-mixed")
+    for out, resume, watcher in (("whole", False, Recorder()), ("run", False, Recorder({8: crash}))):
+        with monkeypatch.context() as patch:
+            poison(patch, {2}, math.inf, "gradient")
+            try:
+                train(config, tmp_path / out, resume=resume, progress=watcher)
+            except Crash:
+                train(config, tmp_path / out, resume=True)
+    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
+    for out in ("whole", "run"):
+        state = json.loads((tmp_path / out / "checkpoints" / "step-00000012" / "state.json").read_text())
+        assert state["extra"]["scaler"] == {"scale": 2.0**15, "streak": 10}
 
 
 def test_too_many_in_a_row_end_the_run(tokens: Path, tmp_path: Path, monkeypatch):
@@ -274,12 +288,12 @@ def test_a_save_without_room_is_put_off_and_made_up_for(tokens: Path, tmp_path: 
         free["now"] = 10**12
 
     watcher = Recorder({2: full, 8: freed})
-    train(tiny_config(tokens), tmp_path / "run", progress=watcher)
+    train(tiny_config(tokens, keep_last=0), tmp_path / "run", progress=watcher)
     lines = [note for note in watcher.notes if "cannot be saved" in note]
     assert [line.split(":")[0] for line in lines] == ["step 3 cannot be saved", "step 6 cannot be saved"]
     assert "0.00 GB are free" in lines[0]
     assert "tried again after every step" in lines[0]
-    assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [9, 12]
+    assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [8, 9, 12]
 
     watcher = Recorder({2: full})
     with pytest.raises(UserError, match=r"step 12 cannot be saved: .* free space"):
