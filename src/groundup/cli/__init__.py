@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "tokenizer profile": ("groundup.cli.tokenizer_profile", "time and memory of training, by phase"),
     "tokenize": ("groundup.cli.tokenize", "turn text into token files"),
     "train": ("groundup.cli.train", "train a model on token files, or go on with a run"),
+    "lr-range": ("groundup.cli.lr_range", "find a learning rate by a short sweep"),
     "evaluate": ("groundup.cli.evaluate", "loss, perplexity and bits per byte of a run"),
     "generate": ("groundup.cli.generate", "let a run's model continue a prompt"),
     "chat": ("groundup.cli.chat", "talk with a run's model in the terminal"),
@@ -36,6 +37,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("groundup.cli.bench", "benchmarks on one harness, their tables and comparisons"),
 }
 """Command → (module with `main(argv, prog) -> int`, one line of help). A command may be two words."""
+GROUPS = {"tokenizer": "a vocabulary: train, info, compare, encode, decode, profile"}
+"""What the screen of all commands says of a group of two-word ones."""
 
 USAGE_ERROR = 2
 INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
@@ -100,13 +103,16 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _help(commands: dict[str, tuple[str, str]]) -> str:
-    """All commands on one screen of 80 columns."""
-    width = max(map(len, commands)) + 3
-    rows = "\n".join(f"  {name:<{width}}{text}" for name, (_, text) in commands.items())
+    """All commands on one screen of 80 columns; a group of two-word commands takes one row among others."""
+    rows = {name: text for name, (_, text) in commands.items()}
+    if len({name.split()[0] for name in commands}) > 1:
+        rows = {name.split()[0]: GROUPS.get(name.split()[0], text) for name, text in rows.items()}
+    width = max(map(len, rows)) + 3
+    table = "\n".join(f"  {name:<{width}}{text}" for name, text in rows.items())
     return (
         "groundup: language models from the ground up\n\n"
         "usage: groundup COMMAND [OPTIONS]\n\n"
-        f"{rows}\n\n"
+        f"{table}\n\n"
         "groundup COMMAND --help   says what a command takes\n"
         "groundup --version        prints the version"
     )

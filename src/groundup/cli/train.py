@@ -1,15 +1,14 @@
 """`groundup train`: a new run, or an old one continued."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, arg
 
 from groundup.cli import REQUEUE
-from groundup.cli.parse import parse
-from groundup.cli.run_config import layered, newer_length
-from groundup.config import RunConfig, load_toml
+from groundup.cli.run_config import parse_run
+from groundup.config import RunConfig
 from groundup.errors import UserError
 
 
@@ -32,14 +31,32 @@ class Args:
     """Go on from the newest complete checkpoint of --out, with its configuration; --out without a run begins one."""
     allow_changed_data: FlagCreatePairsOff[bool] = False
     """With --resume: take the token files although they are not the ones of before (the tokenizer must be)."""
+    nproc: int = 1
+    """Processes to start on this machine, one a GPU. torchrun, mpirun and srun start their own: leave it at 1."""
     run: Annotated[RunConfig, arg(name="")] = field(default_factory=RunConfig)
 
 
 def main(argv: list[str], prog: str) -> int:
     args = parse_args(argv, prog)
+    if args.nproc == 1:
+        return run_process(args)
+    from groundup.parallel.launch import spawn
+    from groundup.parallel.processes import this_world
+
+    world = this_world()
+    if args.nproc < 1:
+        raise UserError(f"--nproc is {args.nproc}; it must be at least 1")
+    if world.size > 1:
+        raise UserError(f"{world.launcher} has started {world.size} processes already; leave --nproc out")
+    return max(spawn(run_process, args.nproc, args))
+
+
+def run_process(args: Args) -> int:
+    """One process of the run; all of them get the same arguments."""
     begun = (args.out / "config.toml").exists()
-    config = args.run if begun else _resolved(args.run)
+    config = args.run if begun else resolved(args.run)
     from groundup.train import ConsoleProgress, train
+    from groundup.train.world import this_world
 
     result = train(
         config,
@@ -50,6 +67,8 @@ def main(argv: list[str], prog: str) -> int:
     )
     if result.interrupted:
         return REQUEUE
+    if this_world().rank:
+        return 0
     loss = "" if result.valid_loss is None else f", validation loss {result.valid_loss:.4f}"
     best = ""
     if result.best_step not in (None, result.step):
@@ -59,22 +78,11 @@ def main(argv: list[str], prog: str) -> int:
 
 
 def parse_args(argv: list[str], prog: str) -> Args:
-    """The command line read twice: once to learn where the defaults come from, then on top of those.
-
-    With --resume the saved configuration is the base, so that a flag changes only what it names.
-    """
-    first = parse(Args, argv, prog)
-    saved = first.out / "config.toml"
-    base = load_toml(saved, RunConfig) if first.resume and saved.exists() else RunConfig()
-    base = layered(base, first.size, first.config)
-    args = parse(Args, argv, prog, default=Args(out=first.out, run=base))
-    run = newer_length(base, args.run)
-    if args.data_path:
-        run = replace(run, data=replace(run.data, path=args.data_path))
-    return replace(args, run=run)
+    """The command line; with --resume its fields change only what they name in the saved configuration."""
+    return parse_run(Args, argv, prog, lambda first: first.out / "config.toml" if first.resume else None)
 
 
-def _resolved(config: RunConfig) -> RunConfig:
+def resolved(config: RunConfig) -> RunConfig:
     """Every derived field filled in from the token files and the number of processes."""
     from groundup.data import TokenData
 
