@@ -1,0 +1,77 @@
+"""Whole training runs in one process group, for test_runs.py."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
+from tiny_runs import VOCAB
+
+from groundup.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
+from groundup.parallel import launch
+from groundup.parallel.processes import connect, disconnect, this_world
+from groundup.train import train
+from groundup.train.job import build
+from groundup.train.resume import at_world_size, save, start
+from groundup.train.run_directory import RunDirectory
+
+ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "bucketed": ({}, {}),
+    "naive": ({"data": "naive"}, {}),
+    "zero1": ({"optimizer": "zero1", "bucket_mb": 0.02}, {}),
+    "fsdp": ({"data": "fsdp"}, {}),
+    "muon": ({"optimizer": "zero1"}, {"name": "muon"}),
+    "torch-ddp": ({"data": "torch-ddp"}, {}),
+    "torch-fsdp2": ({"data": "torch-fsdp2"}, {}),
+}
+"""Name → fields of [parallel] and [optim]."""
+
+
+def config(tokens: Path, engine: str, **changes: Any) -> RunConfig:
+    """12 sequences a step, which 1, 2, 3 and 4 processes can share."""
+    parallel, optim = ENGINES[engine]
+    shape = ModelConfig(vocab_size=VOCAB, context_length=32, d_model=20, n_layers=2, n_heads=2, d_ff=34)
+    loop = TrainConfig(steps=6, micro_batch_size=3, global_batch_size=12, seed=7, device="cpu", precision="fp32")
+    loop = replace(loop, eval_every=3, eval_batches=5, save_every=3, keep_last=0, **changes)
+    # A clip that every step feels, so that a norm over one shard only would show.
+    moves = replace(OptimConfig(lr=3e-3, warmup_steps=2, grad_clip=0.1), **optim)
+    return RunConfig(shape, moves, loop, DataConfig(path=str(tokens)), ParallelConfig(**parallel))
+
+
+def train_all(tokens: Path, out: Path, engines: list[str]) -> None:
+    torch.set_num_threads(1)
+    world = this_world()
+    connect(world, torch.device("cpu"), timeout=60)
+    for engine in engines:
+        train(config(tokens, engine), out / engine)
+    disconnect()
+
+
+def reload_all(tokens: Path, out: Path, again: Path, pairs: list[tuple[str, str]]) -> None:
+    """Load what `saved` left with the engine `loads` at this world size, and save it at once."""
+    torch.set_num_threads(1)
+    world = this_world()
+    if world.size > 1:
+        connect(world, torch.device("cpu"), timeout=60)
+    for saved, loads in pairs:
+        run = RunDirectory(out / saved)
+        wanted = replace(at_world_size(run.load_config(), world.size), parallel=ParallelConfig(**ENGINES[loads][0]))
+        job = build(wanted)
+        step, _ = start(job, run, True, lambda line: None, {})
+        target = RunDirectory(again / f"{saved}-{loads}-{world.size}")
+        target.checkpoints.mkdir(parents=True, exist_ok=True)
+        save(job, target, step, {})
+    disconnect()
+
+
+def go_on(tokens: Path, out: Path, engine: str) -> None:
+    """Resume a run for three more steps."""
+    torch.set_num_threads(1)
+    train(config(tokens, engine), out / engine, resume=True)
+
+
+def spawned(world: int, function: Any, *arguments: Any) -> None:
+    launch.spawn(function, world, *arguments)

@@ -1,0 +1,173 @@
+"""Training in two processes against one, and checkpoints that any world size and engine takes over bit for bit."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from runs import config, go_on, reload_all, spawned, train_all
+from safetensors.torch import load_file
+from tiny_runs import read_metrics, write_tokens
+
+from groundup.errors import UserError
+from groundup.train import train
+from groundup.train.resume import at_world_size
+
+OURS = ["bucketed", "naive", "zero1", "fsdp", "muon"]
+THEIRS = ["torch-ddp", "torch-fsdp2"]
+FILES = ("model.safetensors", "optimizer.safetensors")
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    return write_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+@pytest.fixture(scope="module")
+def pairs_of_runs(tokens, tmp_path_factory):
+    """(directory of the runs in two processes, of those in one)."""
+    two, one = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("one")
+    spawned(2, train_all, tokens, two, OURS)
+    for engine in ("bucketed", "muon"):
+        # One process sums the same four micro-batches in another order; with two, in the very order of two ranks.
+        train(config(tokens, engine), one / engine)
+    return two, one
+
+
+def tensors(run: Path, step: int = 6) -> dict:
+    directory = run / "checkpoints" / f"step-{step:08d}"
+    return {f"{name}:{key}": value for name in FILES for key, value in load_file(directory / name).items()}
+
+
+def compare(run: Path, truth: Path, tolerance: float) -> None:
+    found, expected = tensors(run), tensors(truth)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert (found[name].double() - value.double()).abs().max() <= tolerance, name
+    for row, other in zip(read_metrics(run), read_metrics(truth), strict=True):
+        assert row.keys() == other.keys()
+        for key in ("loss", "grad_norm", "valid_loss", "valid_bits_per_byte"):
+            assert row.get(key, 0) == pytest.approx(other.get(key, 0), rel=1e-5), (row, key)
+
+
+@pytest.mark.parametrize("engine", OURS)
+def test_two_processes_train_as_one(pairs_of_runs, engine):
+    two, one = pairs_of_runs
+    compare(two / engine, one / ("muon" if engine == "muon" else "bucketed"), 3e-6)
+
+
+def test_engines_agree_bit_for_bit(pairs_of_runs):
+    """Reducing by parameter or by bucket, and keeping the state whole or not, changes no bit but through the norm."""
+    two, _ = pairs_of_runs
+    compare(two / "naive", two / "bucketed", 0.0)
+
+
+PAIRS = [(saved, loads) for saved in ("bucketed", "zero1", "fsdp") for loads in ("bucketed", "zero1", "fsdp")]
+PAIRS.append(("muon", "muon"))
+
+
+def check_reloaded(two: Path, again: Path, world: int, pairs: list) -> None:
+    for saved, loads in pairs:
+        expected, found = tensors(two / saved), tensors(again / f"{saved}-{loads}-{world}")
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert found[name].dtype == value.dtype
+            assert found[name].equal(value), (saved, loads, name)
+
+
+def test_one_process_takes_over_what_two_saved(pairs_of_runs, tokens, tmp_path):
+    pairs = [("bucketed", "bucketed"), ("zero1", "bucketed"), ("fsdp", "bucketed"), ("muon", "bucketed")]
+    reload_all(tokens, pairs_of_runs[0], tmp_path, pairs)
+    check_reloaded(pairs_of_runs[0], tmp_path, 1, pairs)
+
+
+@pytest.mark.parametrize("world", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_more_processes_take_over_what_two_saved(pairs_of_runs, tokens, tmp_path, world):
+    spawned(world, reload_all, tokens, pairs_of_runs[0], tmp_path, PAIRS)
+    check_reloaded(pairs_of_runs[0], tmp_path, world, PAIRS)
+
+
+@pytest.mark.parametrize("engine", ["bucketed", "zero1", "fsdp"])
+def test_one_process_goes_on_and_ends_like_two(pairs_of_runs, tokens, tmp_path, engine):
+    two, _ = pairs_of_runs
+    shutil.copytree(two / engine, tmp_path / engine)
+    shutil.rmtree(tmp_path / engine / "checkpoints" / "step-00000006")
+    go_on(tokens, tmp_path, engine)
+    compare(tmp_path / engine, two / engine, 3e-6)
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_bit_for_bit(pairs_of_runs, tokens, tmp_path):
+    two, _ = pairs_of_runs
+    for engine in ("bucketed", "zero1", "fsdp"):
+        shutil.copytree(two / engine, tmp_path / engine)
+        shutil.rmtree(tmp_path / engine / "checkpoints" / "step-00000006")
+        spawned(2, go_on, tokens, tmp_path, engine)
+        compare(tmp_path / engine, two / engine, 0.0)
+
+
+@pytest.mark.slow
+def test_torchs_engines_train_as_one(pairs_of_runs, tokens, tmp_path):
+    spawned(2, train_all, tokens, tmp_path, THEIRS)
+    for engine in THEIRS:
+        compare(tmp_path / engine, pairs_of_runs[1] / "bucketed", 3e-6)
+
+
+def test_a_saved_batch_is_dealt_out_anew(tokens):
+    saved = config(tokens, "bucketed").resolve(257, 2)
+    for world, micro, accumulation in ((1, 3, 4), (2, 3, 2), (3, 2, 2), (4, 3, 1), (6, 2, 1), (12, 1, 1)):
+        train_config = at_world_size(saved, world).train
+        assert (train_config.micro_batch_size, train_config.grad_accumulation) == (micro, accumulation)
+        assert train_config.global_batch_size == 12
+    with pytest.raises(UserError, match="cannot be dealt out to 5"):
+        at_world_size(saved, 5)
+
+
+def test_muon_and_fsdp_do_not_go_together(tokens, tmp_path):
+    wanted = config(tokens, "muon")
+    wanted = replace(wanted, parallel=replace(wanted.parallel, data="fsdp", optimizer="whole"))
+    with pytest.raises(UserError, match="needs whole matrices"):
+        spawned(2, train, wanted, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_kill_of_a_rank_stops_the_others_with_a_line_and_loses_no_checkpoint(tokens, tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, "-c", "import sys; from groundup.cli import main; sys.exit(main())", "train"]
+    command += ["--data", str(tokens), "--out", str(out), "--nproc", "2", "--train.steps", "100000"]
+    command += ["--train.save-every", "5", "--train.eval-every", "0", "--train.global-batch-size", "4"]
+    command += [
+        "--model.context-length",
+        "32",
+        "--model.d-model",
+        "32",
+        "--model.n-layers",
+        "1",
+        "--model.n-heads",
+        "2",
+    ]
+    command += ["--train.device", "cpu", "--parallel.timeout", "20"]
+    for victim in (0, 1):
+        process = subprocess.Popen(
+            [*command, *(["--resume"] if victim else [])], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        )
+        before = set((out / "checkpoints").glob("step-*"))
+        end = time.monotonic() + 120
+        while not set((out / "checkpoints").glob("step-*")) - before and time.monotonic() < end:
+            time.sleep(0.1)
+        ranks = [child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())]
+        assert len(ranks) == 2
+        os.kill(sorted(ranks, key=lambda child: child.pid)[victim].pid, signal.SIGKILL)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 2, errors
+        assert f"rank {victim} was killed by SIGKILL; the others were stopped" in errors
+        assert not any(child.is_running() for child in ranks)
+        newest = max((out / "checkpoints").glob("step-*"))
+        load_file(newest / "model.safetensors")
