@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from groundup.kernels import linear_cross_entropy, rms_norm
-from groundup.kernels.linear_cross_entropy import rows_in_place
+from groundup.kernels import adamw_step, linear_cross_entropy, rms_norm
+from groundup.kernels.linear_cross_entropy import rows_in_place, scale_in_place
 
 
 def apart(ours: torch.Tensor, truth: torch.Tensor) -> float:
@@ -71,7 +71,7 @@ def test_linear_cross_entropy_equals_the_plain_chunks(z_loss: float, softcap: fl
 def test_columns_past_the_vocabulary_take_no_probability():
     """With every logit at -100 and a softcap, padding treated as logits would hold most of the mass."""
     logits, losses = torch.full((2, 17), -100.0), torch.empty(2)
-    rows_in_place(logits, torch.tensor([3, 16]), losses, 0.0, 30.0, True)
+    rows_in_place(logits, torch.tensor([3, 16]), losses, torch.ones(()), 0.0, 30.0, True)
     torch.testing.assert_close(losses, torch.full((2,), torch.log(torch.tensor(17.0)).item()))
     torch.testing.assert_close(logits.sum(1), torch.zeros(2), atol=1e-6, rtol=0)
 
@@ -79,6 +79,35 @@ def test_columns_past_the_vocabulary_take_no_probability():
 def test_a_row_that_is_all_minus_infinity_but_one():
     logits, losses = torch.full((1, 5000), float("-inf")), torch.empty(1)
     logits[0, 4900] = 1.0
-    rows_in_place(logits, torch.tensor([4900]), losses, 0.0, 0.0, True)
+    rows_in_place(logits, torch.tensor([4900]), losses, torch.ones(()), 0.0, 0.0, True)
     assert losses.item() == 0.0
     assert logits.eq(0).all()
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_adamw_over_many_tensors(kind: torch.dtype):
+    """Odd sizes, one off 16 bytes, five steps; torch in float64 is the truth, bf16 copies are the rounded weights."""
+    shapes = [(3, 5), (4099,), (64, 70), (1,)]
+    weights = [torch.randn(s) for s in shapes[:-1]] + [torch.randn(2)[1:]]
+    truth = [w.double().requires_grad_() for w in weights]
+    first, second = ([torch.zeros_like(w) for w in weights] for _ in range(2))
+    copies = [torch.empty_like(w, dtype=torch.bfloat16) for w in weights]
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    optimizer = torch.optim.AdamW(truth, **settings)
+    for step in range(1, 6):
+        gradients = [torch.randn(s).to(kind) for s in shapes]
+        for p, g in zip(truth, gradients, strict=True):
+            p.grad = g.double()
+        optimizer.step()
+        adamw_step(weights, gradients, first, second, step, **settings, copies=copies)
+    for ours, theirs, copy in zip(weights, truth, copies, strict=True):
+        torch.testing.assert_close(ours.double(), theirs.detach(), rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(copy.float(), ours, rtol=2**-7, atol=0)
+
+
+def test_scaling_in_place():
+    x = torch.randn(9000)
+    expected = x * 3
+    scale_in_place(x, torch.tensor(1.0), True)
+    scale_in_place(x, torch.tensor(3.0), True)
+    torch.testing.assert_close(x, expected, rtol=0, atol=0)

@@ -23,8 +23,10 @@ from groundup.kernels.flash_torch import at_least_float32
 
 IGNORE = -100
 """A target with this value counts neither in the loss nor in the number of valid tokens."""
-CHUNK_BYTES = 100 << 20
+CHUNK_BYTES = 126 << 20
 """Logits held at once; at least 3/16 of dW in float32, so that adding to dW stays cheap beside computing the chunk."""
+LOSS_BLOCK, LOSS_WARPS = 16384, 32
+"""Columns and warps of a program of the loss kernel."""
 
 
 def linear_cross_entropy(
@@ -78,17 +80,39 @@ def losses_and_gradients(
     return losses, gradient * valid[:, None]
 
 
-def rows_in_place(logits: Tensor, targets: Tensor, losses: Tensor, z_loss: float, softcap: float, grads: bool) -> None:
-    """Write each row's loss into `losses` and, with `grads`, its gradient over `logits`, in one Triton launch."""
+def rows_in_place(
+    logits: Tensor, targets: Tensor, losses: Tensor, n_valid: Tensor, z_loss: float, softcap: float, grads: bool
+) -> None:
+    """Write each row's loss into `losses` and, with `grads`, its gradient over `logits`, in one Triton launch.
+
+    Gradients come divided by `n_valid`, except in float16, whose range that would leave.
+    """
     from groundup.kernels.linear_cross_entropy_triton import loss_kernel
 
     rows, vocab = logits.shape
-    block = min(4096, max(16, 1 << (vocab - 1).bit_length()))
+    block = min(LOSS_BLOCK, max(16, 1 << (vocab - 1).bit_length()))
     with on_device_of(logits):
         launch(loss_kernel, rows,
-            logits, targets, losses, z_loss, softcap, vocab,
-            BLOCK=block, SOFTCAP=softcap > 0, GRADS=grads, num_warps=8,
+            logits, targets, losses, n_valid, z_loss, softcap, vocab,
+            BLOCK=block, SOFTCAP=softcap > 0, GRADS=grads, DIVIDE=divides_early(logits.dtype),
+            num_warps=min(LOSS_WARPS, max(1, block // 256)),
         )  # fmt: skip
+
+
+def divides_early(dtype: torch.dtype) -> bool:
+    """Whether the gradients of logits of this type can be divided by the number of tokens before they are rounded."""
+    return dtype != torch.float16
+
+
+def scale_in_place(x: Tensor, factor: Tensor, triton: bool) -> None:
+    """x *= factor (a scalar on the device); the kernel spends nothing where it is 1."""
+    if not triton:
+        x.mul_(factor)
+        return
+    from groundup.kernels.linear_cross_entropy_triton import scale_in_place_kernel
+
+    with on_device_of(x):
+        launch(scale_in_place_kernel, -(-x.numel() // 8192), x, factor, x.numel(), BLOCK=8192, num_warps=8)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
@@ -101,18 +125,18 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
         total.addmm_(a.T.to(total.dtype), b.to(total.dtype), beta=beta)
 
 
-def quotient(wide: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
-    """`wide` / `by` in `dtype`; a type of half the size within its own memory: a second buffer would be the peak.
+def narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:
+    """`wide` (rows, columns) in a type of half the size, within its own memory: a second buffer would be the peak.
 
-    Blocks of rows are divided in order; the narrow rows are written behind the wide ones still to be read.
+    Blocks of rows are converted in order; the narrow rows are written behind the wide ones still to be read.
     """
     if wide.dtype == dtype or wide.element_size() != 2 * dtype.itemsize or wide.numel() < 1 << 20:
-        return wide.div_(by).to(dtype)
+        return wide.to(dtype)
     narrow = wide.view(dtype).flatten()[: wide.numel()].view(wide.shape)
     step = max(1, -(-wide.shape[0] // 16))
     for first in range(0, wide.shape[0], step):
         rows = slice(first, first + step)
-        narrow[rows] = wide[rows] / by
+        narrow[rows] = wide[rows].to(dtype)
     return narrow
 
 
@@ -134,18 +158,19 @@ def forward_op(
         chunk = slice(first, first + rows)
         logits = x[chunk] @ head.T
         if triton:
-            rows_in_place(logits, targets[chunk], losses[chunk], z_loss, softcap, need_x or need_weight)
+            rows_in_place(logits, targets[chunk], losses[chunk], n_valid, z_loss, softcap, need_x or need_weight)
         else:
             losses[chunk], gradient = losses_and_gradients(logits, targets[chunk], z_loss, softcap)
-            logits = gradient.to(x.dtype)
+            logits = (gradient / n_valid if divides_early(x.dtype) else gradient).to(x.dtype)
         if need_x:
             torch.mm(logits, head, out=d_x[chunk])
         if need_weight:
             add_product(d_weight, logits, x[chunk], beta=int(first > 0))
         del logits
-    # Both sums are divided here, dW while it is still wide.
-    d_x.div_(n_valid)
-    return losses.sum() / n_valid, d_x, quotient(d_weight, n_valid, weight.dtype)
+    if not divides_early(x.dtype):
+        d_x.div_(n_valid)
+        d_weight.div_(n_valid)
+    return losses.sum() / n_valid, d_x, narrowed(d_weight, weight.dtype)
 
 
 @forward_op.register_fake
@@ -162,7 +187,7 @@ def _(
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
     loss, d_x, d_weight = output
     ctx.save_for_backward(d_x, d_weight, torch.ones_like(loss))
-    ctx.needs = inputs[6:8]
+    ctx.needs, ctx.triton = inputs[6:8], inputs[8]
     ctx.mark_non_differentiable(d_x, d_weight)
 
 
@@ -180,8 +205,8 @@ def _differentiate(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None,
     factor = d_loss / scale
     # Nothing that autograd should call modified: the next backward accounts for it through `scale`.
     with torch.autograd._unsafe_preserve_version_counter((d_x, d_weight, scale)):
-        d_x.mul_(factor)
-        d_weight.mul_(factor)
+        scale_in_place(d_x, factor, ctx.triton)
+        scale_in_place(d_weight, factor, ctx.triton)
         scale.copy_(d_loss)
     return d_x if ctx.needs[0] else None, d_weight if ctx.needs[1] else None, *(None,) * 7
 

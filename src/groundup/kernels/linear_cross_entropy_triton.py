@@ -16,12 +16,14 @@ def capped_row(x, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def loss_kernel(
-    LOGITS, TARGETS, LOSSES, z_loss, softcap, vocab, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, GRADS: tl.constexpr
+    LOGITS, TARGETS, LOSSES, N_VALID, z_loss, softcap, vocab,
+    BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, GRADS: tl.constexpr, DIVIDE: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: an online logsumexp over the vocabulary, then a second pass, mostly from L2, for the gradient.
+    """One program a row: an online logsumexp over the vocabulary, then a second pass, from L2, for the gradient.
 
-    The cap is applied before columns past the vocabulary are set to -inf; the other way round they would become -cap
-    and take probability.
+    Programs are wide (32 warps), so that few rows are under way and L2 still holds a row when its second pass comes.
+    DIVIDE: gradients are divided by the scalar at N_VALID. The cap is applied before columns past the vocabulary are set
+    to -inf; the other way round they would become -cap and take probability.
     """
     row = LOGITS + tl.program_id(0).to(tl.int64) * vocab
     target = tl.load(TARGETS + tl.program_id(0))
@@ -48,11 +50,24 @@ def loss_kernel(
         # at_target has to be read before any of the row is overwritten.
         tl.debug_barrier()
         factor = 1 + 2 * z_loss * lse
+        share = 1.0
+        if DIVIDE:
+            share = 1.0 / tl.load(N_VALID)
         for first in tl.range(0, vocab, BLOCK):
             keep = first + column < vocab
             x = capped_row(tl.load(row + first + column, mask=keep, other=0.0).to(tl.float32), softcap, SOFTCAP)
             d = tl.exp(x - lse) * factor - tl.where(first + column == target, 1.0, 0.0)
             if SOFTCAP:
                 d = d * (1 - (x / softcap) * (x / softcap))
-            d = tl.where(valid, d, 0.0)
+            d = tl.where(valid, d * share, 0.0)
             tl.store(row + first + column, d.to(LOGITS.dtype.element_ty), mask=keep)
+
+
+@triton.jit(do_not_specialize=["n"])
+def scale_in_place_kernel(X, FACTOR, n, BLOCK: tl.constexpr):
+    """X *= FACTOR, element by element. A factor of 1, which is what a training step brings, moves no memory."""
+    factor = tl.load(FACTOR).to(tl.float32)
+    if factor != 1.0:
+        i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(X + i, mask=i < n, other=0.0).to(tl.float32)
+        tl.store(X + i, (x * factor).to(X.dtype.element_ty), mask=i < n)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from groundup.kernels import adamw_step as adamw_kernel
+from groundup.kernels.backend import HAS_TRITON
 from groundup.optim.base import Optimizer
 
 
@@ -45,7 +47,7 @@ def adamw_update_many(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """The same for many parameters: on a GPU one launch a line instead of one a line and parameter."""
+    """The same for many parameters, for what the kernel does not take: one launch a line of the algorithm."""
     beta1, beta2 = betas
     torch._foreach_mul_(p, 1 - lr * weight_decay)
     torch._foreach_lerp_(exp_avg, grad, 1 - beta1)
@@ -87,7 +89,9 @@ def adamw_step(columns: list[list[Tensor]], step: int, group: dict[str, Any]) ->
     settings = (group["lr"], group["betas"], group["eps"], group["weight_decay"])
     p, grad, exp_avg, exp_avg_sq = columns
     if p[0].is_cuda:
-        adamw_update_many(p, grad, exp_avg, exp_avg_sq, step, *settings)
+        plain = all(x.dtype == torch.float32 and x.is_contiguous() for column in columns for x in column)
+        many = adamw_kernel if HAS_TRITON and plain else adamw_update_many
+        many(p, grad, exp_avg, exp_avg_sq, step, *settings)
         return
     for tensors in zip(p, grad, exp_avg, exp_avg_sq, strict=True):
         adamw_update(*tensors, step, *settings)

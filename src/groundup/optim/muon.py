@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
+from groundup.kernels.newton_schulz import newton_schulz_gram, pays
 from groundup.optim.adamw import adamw_step, check_settings
 from groundup.optim.base import Optimizer
 
@@ -55,9 +56,14 @@ def newton_schulz(
 def orthogonalize(g: Tensor, steps: int) -> Tensor:
     """Newton-Schulz as the optimizer calls it. The back-end is chosen here.
 
-    bf16 on a GPU: the iteration forgives rounding (Jordan et al.), and tensor cores make it cheap.
+    On a GPU in half precision: the iteration forgives rounding (Jordan et al.), and tensor cores make it cheap. Wide
+    matrices take the Gram form.
     """
-    return newton_schulz(g.bfloat16() if g.is_cuda else g, steps).to(g.dtype)
+    if not g.is_cuda:
+        return newton_schulz(g, steps)
+    if pays(*g.shape):
+        return newton_schulz_gram(g, steps, COEFFICIENTS).to(g.dtype)
+    return newton_schulz(g.bfloat16(), steps).to(g.dtype)
 
 
 def muon_update(
