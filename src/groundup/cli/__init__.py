@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "tokenize": ("groundup.cli.tokenize", "turn text into token files"),
     "train": ("groundup.cli.train", "train a model on token files, or go on with a run"),
     "lr-range": ("groundup.cli.lr_range", "find a learning rate by a short sweep"),
+    "ablate": ("groundup.cli.ablate", "what each part of a recipe is worth: runs and a table"),
     "evaluate": ("groundup.cli.evaluate", "loss, perplexity and bits per byte of a run"),
     "generate": ("groundup.cli.generate", "let a run's model continue a prompt"),
     "chat": ("groundup.cli.chat", "talk with a run's model in the terminal"),

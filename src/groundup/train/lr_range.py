@@ -68,6 +68,8 @@ def lr_range(
         raise UserError(f"the learning rates go from {lowest:g} to {highest:g}; they must be positive and rise")
     if steps < FEWEST:
         raise UserError(f"{steps} steps are too few for a curve; give at least {FEWEST}")
+    if job.engine is not None:
+        raise UserError("a range test is one process: run it on one GPU, with the batch of one step")
     restore = _remembered(job)
     try:
         rates, losses, diverged = _sweep(job, lowest, highest, steps, on_step)
