@@ -49,6 +49,29 @@ def median_ms(function, reps: int = 40) -> float:
     return triton.testing.do_bench(function, warmup=10, rep=reps, return_mode="median")
 
 
+def queued_ms(call, calls: int = 10, rounds: int = 5) -> float:
+    """Milliseconds a call with the launches hidden: they queue up behind a kernel that waits, then run back to back.
+
+    For what cannot be captured in a graph (cuDNN's attention keeps a random state). Inputs must exceed the L2 cache.
+    """
+    import torch
+
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(rounds):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(40_000_000)  # cycles, 20 ms or more
+        start.record()
+        for _ in range(calls):
+            call()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / calls)
+    return statistics.median(times)
+
+
 def graph_ms(calls: list) -> float:
     """Milliseconds a call: all `calls` (each on buffers of its own) captured in one CUDA graph and replayed.
 
@@ -118,8 +141,14 @@ def check_case(name, shape, dtype, backend="flash-triton", **options):
     empty_ok = bool((ours[1].isinf() == ~finite).all()) and all(
         bool(torch.isfinite(ours[i]).all()) for i in (0, 2, 3, 4)
     )
-    limit = 3.0 if options.get("softcap") else 2.0
-    good = worst <= limit and mean <= (1.25 if not options.get("softcap") else 1.5) and empty_ok and lse < 2e-2
+    limit, usual = (3.0, 1.5) if options.get("softcap") else (2.0, 1.25)
+    if dtype == torch.float32:
+        limit, usual = (
+            2.5,
+            2.5,
+        )  # three products of tf32 halves against one in float32: seven digits, the last less sure
+        empty_ok = empty_ok and frobenius < 2e-6
+    good = worst <= limit and mean <= usual and empty_ok and lse < 2e-2
     note(case=name, backend=backend, ok=good, max_ratio=worst, mean_ratio=mean, frobenius=frobenius, lse=lse)
 
 
@@ -258,12 +287,9 @@ def speed_case(shape, backends, causal=True, dtype=None):
         try:
             out = call()
             outs[name], grads[name] = out.detach(), torch.autograd.grad(out, leaves, d_out, retain_graph=True)
-            # Short sequences by graph replay, peers too: what is compared is the kernels, not the launches.
-            clock = median_ms if n > 1024 else lambda f: graph_ms([f, f])
             with torch.no_grad():
-                forward = clock(call)
-            out = beside(call)
-            backward = clock(lambda out=out: torch.autograd.grad(out, leaves, d_out, retain_graph=True))
+                forward = queued_ms(call)
+            backward = queued_ms(lambda out=out: torch.autograd.grad(out, leaves, d_out, retain_graph=True))
             times[name] = (forward, backward)
         except Exception as error:
             note(case=f"speed {shape} {name}", FAILED=f"{type(error).__name__}: {str(error)[:200]}")
@@ -370,6 +396,8 @@ def rms_case(width, n_rows=32768):
     )
     note(case=f"copy {width}", gbs=copy)
     del copy_to
+    torch._functorch.config.donated_buffer = False  # backward is run again and again over one graph
+    torch._dynamo.reset()
     compiled = torch.compile(lambda x, w: eager(x, (width,), w, 1e-5))
     functions = {
         "ours": lambda x, w: rms_norm(x, w, backend="triton"), "eager": lambda x, w: eager(x, (width,), w, 1e-5),

@@ -22,8 +22,8 @@ def loss_kernel(
     """One program a row: an online logsumexp over the vocabulary, then a second pass, from L2, for the gradient.
 
     Programs are wide (32 warps), so that few rows are under way and L2 still holds a row when its second pass comes.
-    DIVIDE: gradients are divided by the scalar at N_VALID. The cap is applied before columns past the vocabulary are set
-    to -inf; the other way round they would become -cap and take probability.
+    DIVIDE: gradients are divided by the scalar at N_VALID. The cap is applied before columns past the vocabulary are
+    set to -inf; the other way round they would become -cap and take probability.
     """
     row = LOGITS + tl.program_id(0).to(tl.int64) * vocab
     target = tl.load(TARGETS + tl.program_id(0))
