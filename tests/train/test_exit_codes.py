@@ -14,7 +14,7 @@ from groundup.config import dump_toml
 from groundup.train.checkpoint import checkpoint_steps
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_asks_to_be_queued_again(number: signal.Signals, tmp_path: Path):
     tokens = write_tokens(tmp_path / "tokens")
     config = tmp_path / "config.toml"

@@ -7,7 +7,9 @@ resume.py         from a job to a checkpoint and back; state.py names the tensor
 evaluate.py       loss, perplexity, bits per byte; documents.py: by document
 load.py           a run's model, for evaluation and generation
 exchange.py       a run to and from Hugging Face's format
-progress.py       what a person sees; interrupt.py: what Ctrl-C does
+guards.py         steps that are left out; plausible.py: losses that cannot be true; early_stopping.py
+progress.py       what a person sees; speed.py: MFU; sinks.py: TensorBoard, W&B; interrupt.py: what Ctrl-C does
+deterministic.py  the same bits each time, compiled and on a GPU
 """
 
 from groundup.train.documents import Document, DocumentEvaluation, evaluate_documents
