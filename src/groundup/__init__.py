@@ -6,7 +6,7 @@ The rooms, from the ground to the roof (imports only point downwards):
     tokenizer/  text ↔ ids (Rust core, Python face, plain Python reference)
     data/       documents → token files → batches
     model/      the Transformer, plain
-    optim/      AdamW, schedule, clipping
+    optim/      AdamW, Muon, schedules, clipping
     generate/   sampling and the KV-cache engine
     train/      the loop, evaluation, run directory, checkpoints
     report/     plots from run logs

@@ -9,6 +9,8 @@ load.py           a run's model, for evaluation and generation
 exchange.py       a run to and from Hugging Face's format
 guards.py         steps that are left out; plausible.py: losses that cannot be true; early_stopping.py
 progress.py       what a person sees; speed.py: MFU; sinks.py: TensorBoard, W&B; interrupt.py: what Ctrl-C does
+device.py         precision modes, compilation; loss_scale.py: fp16; micro_batch.py: the largest that fits
+lr_range.py       a learning rate from a short sweep; ablate.py: a recipe's variations as runs
 deterministic.py  the same bits each time, compiled and on a GPU
 """
 
