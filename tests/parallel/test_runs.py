@@ -130,6 +130,7 @@ def test_a_saved_batch_is_dealt_out_anew(tokens):
         at_world_size(saved, 5)
 
 
+@pytest.mark.slow
 def test_muon_and_fsdp_do_not_go_together(tokens, tmp_path):
     wanted = config(tokens, "muon")
     wanted = replace(wanted, parallel=replace(wanted.parallel, data="fsdp", optimizer="whole"))

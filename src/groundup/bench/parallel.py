@@ -21,12 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from groundup.bench.benchmark import numbers
 from groundup.bench.harness import summary
 from groundup.config import ModelConfig, ParallelConfig
 from groundup.model import TransformerLM, count_parameters
 from groundup.optim import parameter_groups
 from groundup.parallel.ddp import BucketedDDP
 from groundup.parallel.engine import parallelize
+from groundup.parallel.launch import spawn
+from groundup.parallel.processes import connect, local_device, this_world
 from groundup.parallel.state import local_bytes
 from groundup.parallel.zero import ShardedOptimizer
 
@@ -311,3 +314,42 @@ def allocated(device: torch.device) -> int:
 def at_context(model: ModelConfig, context_length: int) -> ModelConfig:
     """A shape as the steps are measured: PyTorch's attention, plain operations for the compiler, a chunked loss."""
     return replace(model, context_length=context_length, attention="sdpa", kernels="loss").resolve()
+
+
+def measure_setting(device: torch.device, setting: Setting) -> Metrics:
+    """As measure_step, in the argument order of in_ranks."""
+    return measure_step(setting, device)
+
+
+def in_ranks(
+    processes: int, kind: str, work: Callable[..., Metrics], *arguments: Any, backend: str | None = None
+) -> Any:
+    """`work(device, *arguments)` on `processes` ranks of this machine; rank 0's result.
+
+    In a world that a launcher started, in that one. `backend`: "gloo" also for CUDA tensors.
+    """
+    world = this_world()
+    if world.size > 1:
+        return _rank(kind, work, arguments, backend)
+    return spawn(_rank, processes, kind, work, arguments, backend)[0]
+
+
+def _rank(kind: str, work: Callable[..., Metrics], arguments: tuple, backend: str | None) -> Metrics:
+    world = this_world()
+    device = local_device(kind, world)
+    if not dist.is_initialized():
+        connect(world, device, backend=backend)
+    torch.set_float32_matmul_precision("highest")
+    return work(device, *arguments)
+
+
+def ranks_of(text: str, device: str, last: bool = False) -> list[int]:
+    """Numbers of processes: those of the option, or 2, 4, 6, 8 as far as there are GPUs (`last`: the most only)."""
+    world = this_world()
+    if world.size > 1:
+        return [world.size]
+    if text:
+        return numbers(text, "--processes", least=2)
+    count = torch.cuda.device_count() if device == "cuda" else 2
+    found = [n for n in (2, 4, 6, 8) if n <= count] or [1]
+    return found[-1:] if last else found

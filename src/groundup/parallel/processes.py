@@ -105,11 +105,17 @@ def local_device(kind: str, world: World) -> torch.device:
 
 
 def connect(
-    world: World, device: torch.device, *, nvls: bool = False, start_timeout: float = 120.0, timeout: float = 600.0
+    world: World,
+    device: torch.device,
+    *,
+    nvls: bool = False,
+    start_timeout: float = 120.0,
+    timeout: float = 600.0,
+    backend: str | None = None,
 ) -> dict[str, str]:
     """Join the other processes; returns the NCCL variables that were set. Raises UserError when they do not come.
 
-    GPUs talk through NCCL, CPU tensors (checks, checkpoints) through Gloo.
+    GPUs talk through NCCL, CPU tensors (checks, checkpoints) through Gloo, unless `backend` says otherwise.
     """
     chosen = {}
     if device.type == "cuda":
@@ -133,9 +139,9 @@ def connect(
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefixed = dist.PrefixStore(f"groundup/{attempt}", store)
         _wait_for_all(prefixed, world, start_timeout)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        usual = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
-            backend,
+            backend or usual,
             store=prefixed,
             rank=world.rank,
             world_size=world.size,

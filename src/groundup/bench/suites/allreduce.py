@@ -1,0 +1,100 @@
+"""All-reduce alone: time and bandwidth by size, number of processes and back-end.
+
+The course's first distributed benchmark. Bus bandwidth is 2·(W-1)/W · bytes / seconds, what one link carries in a ring:
+comparable between numbers of processes, and to the hardware's figure. Five untimed calls, a barrier before each timed
+one, the slowest rank's time. Started by torchrun or srun on several nodes it measures in that world instead of starting
+processes of its own.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, at_least, numbers, words
+from groundup.bench.cells import Parameters
+from groundup.bench.parallel import in_ranks, measure_all_reduce, ranks_of
+from groundup.bench.sweep import resolve_device
+from groundup.errors import UserError
+
+BACKENDS = ("gloo-cpu", "gloo-cuda", "nccl")
+KIB = 1 << 10
+
+
+@dataclass(frozen=True)
+class Options(SweepOptions):
+    """All-reduce alone: time and bandwidth by size, number of processes and back-end.
+
+    Lists are separated by commas; every combination is one cell.
+    """
+
+    kib: str = "512,1024,10240,102400,1048576"
+    """Sizes of the tensor in KiB: 512 KiB to 1 GiB."""
+    processes: str = ""
+    """Numbers of processes on this machine; empty: 2, 4, 6 and 8 as far as there are GPUs (2 on a CPU)."""
+    backend: str = ""
+    """gloo-cpu, gloo-cuda (CUDA tensors through Gloo), nccl; empty: all that this machine has."""
+    warmup: int = 5
+    """Untimed calls."""
+    steps: int = 20
+    """Timed calls."""
+
+
+def cells(options: Options) -> list[Parameters]:
+    """Every combination; the back-end and the number of processes are the outer loops."""
+    at_least(options.steps, "--steps", 1)
+    device = resolve_device(options.device)
+    backends = words(options.backend, "--backend", BACKENDS) if options.backend else list(BACKENDS)
+    if device == "cpu":
+        if options.backend and backends != ["gloo-cpu"]:
+            raise UserError(f"--backend {options.backend} needs GPUs; on a CPU there is gloo-cpu")
+        backends = ["gloo-cpu"]
+    return [
+        {
+            "backend": backend,
+            "processes": processes,
+            "kib": kib,
+            "warmup": options.warmup,
+            "steps": options.steps,
+            "seed": options.seed,
+            "device": device,
+        }
+        for backend in backends
+        for processes in ranks_of(options.processes, device)
+        for kib in numbers(options.kib, "--kib")
+    ]
+
+
+def run(parameters: Parameters) -> Measurement:
+    """One size, in processes of its own."""
+    backend = str(parameters["backend"])
+    metrics = in_ranks(
+        int(parameters["processes"]),
+        "cpu" if backend == "gloo-cpu" else "cuda",
+        _measure,
+        int(parameters["kib"]) * KIB,
+        int(parameters["warmup"]),
+        int(parameters["steps"]),
+        backend=None if backend == "nccl" else "gloo",
+    )
+    return Measurement(metrics, {"dtype": "float32", "method": "perf_counter after a barrier, slowest rank"})
+
+
+def _measure(device: torch.device, n_bytes: int, warmup: int, steps: int) -> dict[str, Any]:
+    return measure_all_reduce(n_bytes, device, torch.float32, warmup, steps)
+
+
+BENCHMARK = Benchmark(
+    module=__name__,
+    options=Options,
+    cells=cells,
+    run=run,
+    group=lambda parameters: "all",
+    columns=(
+        Column("all-reduce, ms", "time.all_reduce", "ms"),
+        Column("bus GB/s", "bandwidth.bus", "GB/s"),
+        Column("GB/s", "bandwidth.algorithm", "GB/s"),
+    ),
+    plot_x="kib",
+    plot_y="bandwidth.bus",
+)

@@ -1,0 +1,123 @@
+"""Data parallelism: step time of every engine, and how much of its communication nothing hides.
+
+The course's ladder (naive, flat, overlap, buckets) with ZeRO-1, FSDP and PyTorch's own engines beside it, and `none`,
+in which every rank trains for itself. Exposed communication is read from a profiler's trace: the time in which a
+communication kernel runs and nothing else does; a subtraction of two step times would not tell it from computation
+that overlapped communication has slowed.
+"""
+
+from dataclasses import dataclass
+
+from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, at_least, numbers, words
+from groundup.bench.cells import Parameters
+from groundup.bench.parallel import ENGINES, Setting, at_context, in_ranks, measure_setting, ranks_of
+from groundup.bench.precision import dtype_name
+from groundup.bench.sweep import resolve_device
+from groundup.config import SIZES, size
+
+BUCKETS = ("bucketed", "in-place", "zero1", "torch-ddp")
+"""Engines that a bucket size means something to."""
+
+
+@dataclass(frozen=True)
+class Options(SweepOptions):
+    """Data parallelism: step time of every engine, and how much of its communication nothing hides.
+
+    Lists are separated by commas; every combination is one cell.
+    """
+
+    size: str = "small"
+    """Named model sizes."""
+    engine: str = "none,naive,flat,overlap,bucketed,torch-ddp"
+    """none, naive, flat, overlap, bucketed, in-place, zero1, fsdp, torch-ddp, torch-fsdp2."""
+    bucket_mb: str = "1,10,100,1000"
+    """Bucket sizes in MiB, for the engines that have buckets."""
+    processes: str = ""
+    """Numbers of processes on this machine; empty: all GPUs (2 on a CPU)."""
+    batch: str = "4"
+    """Sequences a process."""
+    context: str = "128"
+    """Context lengths in tokens."""
+    precision: str = "fp32"
+    """fp32; bf16 (autocast, FSDP gathers bf16)."""
+    compile: str = "no"
+    """no; blocks (each block, and the head with the loss)."""
+    warmup: int = 5
+    """Untimed steps."""
+    steps: int = 10
+    """Timed steps, one right after the other."""
+
+
+def cells(options: Options) -> list[Parameters]:
+    """Every combination; the model and the number of processes are the outer loops."""
+    at_least(options.steps, "--steps", 1)
+    at_least(options.warmup, "--warmup", 1)
+    device = resolve_device(options.device)
+    return [
+        {
+            "size": name,
+            "processes": processes,
+            "precision": precision,
+            "compile": compiled,
+            "batch_size": batch,
+            "context_length": context,
+            "engine": engine,
+            "bucket_mb": bucket,
+            "warmup": options.warmup,
+            "steps": options.steps,
+            "seed": options.seed,
+            "device": device,
+        }
+        for name in words(options.size, "--size", tuple(SIZES))
+        for processes in ranks_of(options.processes, device, last=True)
+        for precision in words(options.precision, "--precision", ("fp32", "bf16"))
+        for compiled in words(options.compile, "--compile", ("no", "blocks"))
+        for batch in numbers(options.batch, "--batch")
+        for context in numbers(options.context, "--context")
+        for engine in words(options.engine, "--engine", ENGINES)
+        for bucket in (numbers(options.bucket_mb, "--bucket-mb") if engine in BUCKETS else [0])
+    ]
+
+
+def setting_of(parameters: Parameters) -> Setting:
+    """What a cell's parameters ask for."""
+    return Setting(
+        at_context(size(str(parameters["size"])), int(parameters["context_length"])),
+        str(parameters["engine"]),
+        float(parameters["bucket_mb"]) or 50.0,
+        int(parameters["batch_size"]),
+        str(parameters["precision"]),
+        compile=parameters["compile"] == "blocks",
+        warmup=int(parameters["warmup"]),
+        steps=int(parameters["steps"]),
+    )
+
+
+def run(parameters: Parameters) -> Measurement:
+    """One engine, in processes of its own."""
+    device = str(parameters["device"])
+    metrics = in_ranks(int(parameters["processes"]), device, measure_setting, setting_of(parameters))
+    stamp = {"dtype": dtype_name(str(parameters["precision"])), "grad_mode": "grad", "step": "steady"}
+    stamp["method"] = "steps back to back; communication from a trace of two steps"
+    notes = {} if device == "cuda" else {"memory": "the allocator is not measured on the CPU: null"}
+    return Measurement(metrics, stamp, notes)
+
+
+BENCHMARK = Benchmark(
+    module=__name__,
+    options=Options,
+    cells=cells,
+    run=run,
+    group=lambda parameters: "all",
+    columns=(
+        Column("step, ms", "time.step", "ms"),
+        Column("communication, ms", "time.communication"),
+        Column("exposed, ms", "time.exposed"),
+        Column("exposed share", "exposed_share", "4 decimals"),
+        Column("peak, GiB", "memory.peak", "GiB"),
+        Column("tokens/s", "tokens_per_second"),
+    ),
+    plot_x="bucket_mb",
+    plot_y="time.step",
+    seconds_per_cell=60.0,
+)

@@ -1,0 +1,67 @@
+"""Sharded training: a rank's memory by what holds it, and the step's time, with and without shards.
+
+Bytes a float32 parameter with Adam, W ranks: whole 4 + 4 + 8; zero1 4 + 4/W + 8/W; fsdp 4/W + 4/W + 8/W (plus the units
+at work). Held tensors are counted exactly; what the allocator's peak has beyond them is activations and temporaries.
+"""
+
+from dataclasses import dataclass
+
+from groundup.bench.benchmark import Benchmark, Column, SweepOptions
+from groundup.bench.cells import Parameters
+from groundup.bench.suites import ddp
+
+
+@dataclass(frozen=True)
+class Options(SweepOptions):
+    """Sharded training: a rank's memory by what holds it, and the step's time, with and without shards.
+
+    Lists are separated by commas; every combination is one cell.
+    """
+
+    size: str = "small"
+    """Named model sizes."""
+    engine: str = "bucketed,zero1,fsdp,torch-fsdp2"
+    """none, naive, flat, overlap, bucketed, in-place, zero1, fsdp, torch-ddp, torch-fsdp2."""
+    processes: str = ""
+    """Numbers of processes on this machine; empty: all GPUs (2 on a CPU)."""
+    batch: str = "4"
+    """Sequences a process."""
+    context: str = "128"
+    """Context lengths in tokens."""
+    precision: str = "fp32"
+    """fp32; bf16 (autocast, FSDP gathers bf16)."""
+    compile: str = "no"
+    """no; blocks (each block, and the head with the loss)."""
+    warmup: int = 3
+    """Untimed steps."""
+    steps: int = 5
+    """Timed steps, one right after the other."""
+
+
+def cells(options: Options) -> list[Parameters]:
+    """Every combination, with buckets of 50 MiB."""
+    return ddp.cells(ddp.Options(**vars(options), bucket_mb="50"))
+
+
+BENCHMARK = Benchmark(
+    module=__name__,
+    options=Options,
+    cells=cells,
+    run=ddp.run,
+    group=lambda parameters: "all",
+    columns=(
+        Column("parameters, GiB", "memory.parameters", "GiB"),
+        Column("gradients, GiB", "memory.gradients", "GiB"),
+        Column("state, GiB", "memory.state", "GiB"),
+        Column("activations, GiB", "memory.activations", "GiB"),
+        Column("after init, GiB", "memory.after_init", "GiB"),
+        Column("before step, GiB", "memory.before_step", "GiB"),
+        Column("after step, GiB", "memory.after_step", "GiB"),
+        Column("peak, GiB", "memory.peak", "GiB"),
+        Column("step, ms", "time.step", "ms"),
+    ),
+    hidden=("bucket_mb",),
+    plot_x="processes",
+    plot_y="memory.state",
+    seconds_per_cell=60.0,
+)
