@@ -1,20 +1,25 @@
 //! The Python face of the core: conversions, the GIL, signals. No algorithm.
 
+use std::ffi::CStr;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{channel, RecvTimeoutError};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use pyo3::buffer::PyBuffer;
-use pyo3::exceptions::{PyMemoryError, PyOSError, PyTypeError, PyUnicodeDecodeError, PyValueError};
+use pyo3::exceptions::{PyBufferError, PyMemoryError, PyOSError, PyTypeError, PyUnicodeDecodeError, PyValueError};
+use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyByteArray, PyBytes, PyList, PyString};
+use pyo3::types::{PyBytes, PyList, PyString};
 
-use crate::cache::Cache;
+use crate::cache::{Cache, MOST_BYTES};
 use crate::count::{count_files, on_threads, BlockError, CountError, Counted, Rules};
-use crate::encode::{Ids, Model, Splitter, Stream, Width};
+use crate::encode::{Model, Splitter};
+use crate::feed::{FeedError, Feeder};
+use crate::ids::Ids;
 use crate::pattern::{Cutter, Failure};
+use crate::stream::Stream;
 use crate::train::{Ties, TrainError, Trainer};
 
 /// How often a long computation looks for Ctrl-C and reports progress.
@@ -39,41 +44,32 @@ fn text_of<'a>(text: &'a Bound<'_, PyAny>) -> PyResult<&'a [u8]> {
     }
 }
 
-/// Word counts, gathered from files and from blocks of text.
+/// Word counts, gathered from files and from texts that arrive in parts.
 #[pyclass]
 struct WordCounter {
-    cutter: Cutter,
+    cutter: Arc<Cutter>,
     rules: Rules,
     counted: Counted,
-    /// End of a text that goes on, from where it may be cut; what was counted of it so far, in bytes; and before how
-    /// many bytes it is not worth looking for a cut (doubled after a vain search: linear in total).
-    pending: Vec<u8>,
-    fed: u64,
-    patience: usize,
-}
-
-impl WordCounter {
-    /// Counts the first `length` bytes of `pending`.
-    fn count_pending(&mut self, py: Python<'_>, length: usize) -> PyResult<()> {
-        let (cutter, rules, counted, pending) = (&self.cutter, self.rules, &mut self.counted, &self.pending);
-        py.detach(|| counted.add_block(&pending[..length], cutter, rules))
-            .map_err(|error| block_error(error, self.fed))?;
-        self.pending.drain(..length);
-        self.fed += length as u64;
-        self.patience = 0;
-        Ok(())
-    }
+    feeder: Feeder,
 }
 
 #[pymethods]
 impl WordCounter {
     /// `most_bytes`: bound of a table of words; at the bound `prune` forgets the rarest, otherwise MemoryError is raised.
     #[new]
-    #[pyo3(signature = (specials, replace, pattern="gpt2", most_bytes=usize::MAX, prune=false))]
-    fn new(specials: Vec<Vec<u8>>, replace: bool, pattern: &str, most_bytes: usize, prune: bool) -> PyResult<Self> {
-        let cutter = Cutter::new(pattern, &specials).map_err(PyValueError::new_err)?;
+    #[pyo3(signature = (specials, replace, pattern="gpt2", most_bytes=usize::MAX, prune=false, threads=1))]
+    fn new(
+        specials: Vec<Vec<u8>>,
+        replace: bool,
+        pattern: &str,
+        most_bytes: usize,
+        prune: bool,
+        threads: usize,
+    ) -> PyResult<Self> {
+        let cutter = Arc::new(Cutter::new(pattern, &specials).map_err(PyValueError::new_err)?);
         let rules = Rules { replace, most_bytes, prune };
-        Ok(WordCounter { cutter, rules, counted: Counted::default(), pending: Vec::new(), fed: 0, patience: 0 })
+        let feeder = Feeder::new(Arc::clone(&cutter), rules, threads);
+        Ok(WordCounter { cutter, rules, counted: Counted::default(), feeder })
     }
 
     /// Counts whole files. UnicodeDecodeError's `object` is the index of the file (as bytes) when one is not UTF-8.
@@ -113,7 +109,7 @@ impl WordCounter {
             Ok(Ok(counted)) => self.counted.absorb(counted),
             Ok(Err(CountError::IllFormed(file, offset))) => return Err(ill_formed(file, offset)),
             Ok(Err(CountError::Pattern(failure))) => return Err(PyValueError::new_err(failure)),
-            Ok(Err(CountError::Full)) => return Err(block_error(BlockError::Full, 0)),
+            Ok(Err(CountError::Full)) => return Err(block_error((0, BlockError::Full))),
             Ok(Err(CountError::Unreadable(file, reason))) => {
                 return Err(PyOSError::new_err(format!("{}: {reason}", paths[file].display())))
             }
@@ -125,32 +121,22 @@ impl WordCounter {
         Ok(())
     }
 
-    /// Counts a part of a text that may go on.
+    /// Takes a part of a text that may go on. Errors may come later, from `finish` at the latest.
     fn feed(&mut self, py: Python<'_>, part: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.pending.extend_from_slice(text_of(part)?);
-        if self.pending.len() < self.patience {
-            return Ok(());
-        }
-        match self.cutter.last_cut(&self.pending) {
-            Some(at) => self.count_pending(py, at),
-            None => {
-                self.patience = self.pending.len() * 2;
-                Ok(())
-            }
-        }
-    }
-
-    /// Counts a text.
-    fn add_text(&mut self, py: Python<'_>, text: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.feed(py, text)?;
-        self.end_text(py)
+        let (part, counted, feeder) = (text_of(part)?, &mut self.counted, &mut self.feeder);
+        py.detach(|| feeder.feed(part, counted)).map_err(block_error)
     }
 
     /// Ends the text that was fed.
     fn end_text(&mut self, py: Python<'_>) -> PyResult<()> {
-        self.count_pending(py, self.pending.len())?;
-        self.fed = 0;
-        Ok(())
+        let (counted, feeder) = (&mut self.counted, &mut self.feeder);
+        py.detach(|| feeder.end_text(counted)).map_err(block_error)
+    }
+
+    /// Waits until all that was fed is counted.
+    fn finish(&mut self, py: Python<'_>) -> PyResult<()> {
+        let (counted, feeder) = (&mut self.counted, &mut self.feeder);
+        py.detach(|| feeder.finish(counted)).map_err(block_error)
     }
 
     /// Adds counts of finished words (pre-tokens).
@@ -208,7 +194,7 @@ impl WordCounter {
     }
 }
 
-fn block_error(error: BlockError, offset: u64) -> PyErr {
+fn block_error((offset, error): FeedError) -> PyErr {
     match error {
         BlockError::IllFormed(at) => ill_formed(0, offset + at as u64),
         BlockError::Pattern(failure) => PyValueError::new_err(failure),
@@ -245,36 +231,54 @@ impl Encoder {
         result
     }
 
-    fn encode_text<T: Width>(&self, text: &[u8], specials: bool, cache: &mut Cache) -> Result<Vec<T>, Failure> {
-        let mut ids = Ids::for_text(text.len());
+    fn encode_text(&self, text: &[u8], specials: bool, cache: &mut Cache) -> Result<Ids, Failure> {
+        let mut ids = Ids::for_text(text.len(), self.model.wide());
         match specials {
             true => self.model.encode(text, &self.splitter, cache, &mut ids)?,
             false => self.model.encode_ordinary(text, &self.splitter, cache, &mut ids)?,
         }
-        Ok(ids.into_vec())
+        Ok(ids)
     }
 
-    fn bytes_of_ids<T: Copy + Into<u32> + Sync>(&self, py: Python<'_>, ids: &[T]) -> PyResult<Vec<u8>> {
-        py.detach(|| self.model.decode(ids)).map_err(|id| PyValueError::new_err(id.to_string()))
+    fn bytes_of_ids(&self, py: Python<'_>, ids: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
+        // Copies of arrays, so that nobody can change the ids while they are decoded without the lock.
+        let result = if let Ok(narrow) = PyBuffer::<u16>::get(ids) {
+            let ids = narrow.to_vec(py)?;
+            py.detach(|| self.model.decode(&ids))
+        } else if let Ok(wide) = PyBuffer::<u32>::get(ids) {
+            let ids = wide.to_vec(py)?;
+            py.detach(|| self.model.decode(&ids))
+        } else {
+            let ids: Vec<u32> = ids.extract()?;
+            py.detach(|| self.model.decode(&ids))
+        };
+        result.map_err(|id| PyValueError::new_err(id.to_string()))
     }
 
-    fn bytes_of_array(&self, py: Python<'_>, ids: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
-        // Copies, so that nobody can change the ids while they are decoded without the lock.
-        match PyBuffer::<u16>::get(ids) {
-            Ok(narrow) => self.bytes_of_ids(py, &narrow.to_vec(py)?),
-            Err(_) => self.bytes_of_ids(py, &PyBuffer::<u32>::get(ids)?.to_vec(py)?),
-        }
-    }
-
-    fn encode_one<T: Width + Send>(&self, py: Python<'_>, text: &[u8], specials: bool) -> PyResult<Vec<T>> {
+    fn encode_one(&self, py: Python<'_>, text: &[u8], specials: bool) -> PyResult<Ids> {
         py.detach(|| self.with_cache(|cache| self.encode_text(text, specials, cache))).map_err(PyValueError::new_err)
     }
 }
 
-/// The bytes of ids, in the machine's order.
-fn bytes_of<T: Width>(ids: &[T]) -> &[u8] {
-    // SAFETY: u16 and u32 (the only widths) have no padding, any byte is a valid u8, and the slice keeps its borrow.
-    unsafe { std::slice::from_raw_parts(ids.as_ptr().cast(), std::mem::size_of_val(ids)) }
+/// Bytes that Python reads and writes in place, through the buffer protocol.
+#[pyclass(frozen)]
+struct Buffer {
+    bytes: Mutex<Vec<u8>>,
+}
+
+#[pymethods]
+impl Buffer {
+    /// SAFETY: `view` comes from the interpreter. It keeps `slf` alive, and with it the bytes, which nobody else uses.
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: i32) -> PyResult<()> {
+        let (start, length) = match slf.get().bytes.lock() {
+            Ok(mut bytes) => (bytes.as_mut_ptr(), bytes.len() as isize),
+            Err(_) => return Err(PyBufferError::new_err("the buffer is not available")),
+        };
+        match unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), start.cast(), length, 0, flags) } {
+            0 => Ok(()),
+            _ => Err(PyErr::fetch(slf.py())),
+        }
+    }
 }
 
 /// Texts of less than this many bytes in all are not worth a second thread.
@@ -302,22 +306,13 @@ impl Encoder {
 
     /// Without `specials`, special tokens are ordinary text; so in the methods below.
     fn encode<'py>(&self, py: Python<'py>, text: &Bound<'py, PyAny>, specials: bool) -> PyResult<Bound<'py, PyList>> {
-        PyList::new(py, self.encode_one::<u32>(py, text_of(text)?, specials)?)
+        PyList::new(py, self.encode_one(py, text_of(text)?, specials)?.iter())
     }
 
-    /// The ids as native-endian unsigned integers of 2 (`wide` false) or 4 bytes.
-    fn encode_buffer<'py>(
-        &self,
-        py: Python<'py>,
-        text: &Bound<'py, PyAny>,
-        specials: bool,
-        wide: bool,
-    ) -> PyResult<Bound<'py, PyByteArray>> {
-        let text = text_of(text)?;
-        Ok(match wide {
-            true => PyByteArray::new(py, bytes_of(&self.encode_one::<u32>(py, text, specials)?)),
-            false => PyByteArray::new(py, bytes_of(&self.encode_one::<u16>(py, text, specials)?)),
-        })
+    /// The ids as native-endian unsigned integers of 2 bytes, or 4 for vocabularies of more than 65,536 tokens.
+    fn encode_buffer(&self, py: Python<'_>, text: &Bound<'_, PyAny>, specials: bool) -> PyResult<Buffer> {
+        let ids = self.encode_one(py, text_of(text)?, specials)?;
+        Ok(Buffer { bytes: Mutex::new(ids.into_bytes()) })
     }
 
     fn encode_batch<'py>(
@@ -336,31 +331,36 @@ impl Encoder {
             loop {
                 let index = next.fetch_add(1, Ordering::Relaxed);
                 let Some(view) = views.get(index) else { return done };
-                done.push((index, self.encode_text::<u32>(view, specials, cache)));
+                done.push((index, self.encode_text(view, specials, cache)));
             }
         };
         let parts = py.detach(|| on_threads(threads, || self.with_cache(share)));
         let mut lists: Vec<Option<Bound<'py, PyList>>> = vec![None; texts.len()];
         for (index, ids) in parts.into_iter().flatten() {
-            lists[index] = Some(PyList::new(py, ids.map_err(PyValueError::new_err)?)?);
+            lists[index] = Some(PyList::new(py, ids.map_err(PyValueError::new_err)?.iter())?);
         }
         Ok(lists.into_iter().flatten().collect())
     }
 
-    /// The bytes of a list of ids. ValueError names the first unknown one.
-    fn decode<'py>(&self, py: Python<'py>, ids: Vec<u32>) -> PyResult<Bound<'py, PyBytes>> {
-        Ok(PyBytes::new(py, &self.bytes_of_ids(py, &ids)?))
+    /// The bytes of ids, a list or an array of u16 or u32. ValueError names the first unknown one.
+    fn decode<'py>(&self, py: Python<'py>, ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
+        Ok(PyBytes::new(py, &self.bytes_of_ids(py, ids)?))
     }
 
-    /// The bytes of an array of u16 or u32.
-    fn decode_array<'py>(&self, py: Python<'py>, ids: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
-        Ok(PyBytes::new(py, &self.bytes_of_array(py, ids)?))
+    /// The text of the same. `errors` as Python's bytes.decode has it.
+    fn decode_text<'py>(&self, py: Python<'py>, ids: &Bound<'py, PyAny>, errors: &CStr) -> PyResult<Bound<'py, PyAny>> {
+        let bytes = self.bytes_of_ids(py, ids)?;
+        // SAFETY: pointer and length are those of `bytes`, which lives through the call; the result is new or NULL.
+        unsafe {
+            let text = ffi::PyUnicode_DecodeUTF8(bytes.as_ptr().cast(), bytes.len() as isize, errors.as_ptr());
+            Bound::from_owned_ptr_or_err(py, text)
+        }
     }
 
-    /// The text of an array of u16 or u32, None if its bytes are not UTF-8.
-    fn decode_text<'py>(&self, py: Python<'py>, ids: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyString>>> {
-        let bytes = self.bytes_of_array(py, ids)?;
-        Ok(std::str::from_utf8(&bytes).ok().map(|text| PyString::new(py, text)))
+    /// Memory of the caches at rest, in bytes, and their number.
+    fn cache_bytes(&self) -> (usize, usize) {
+        let caches = (0..1000).find_map(|_| self.caches.try_lock().ok());
+        caches.map_or((0, 0), |caches| (caches.iter().map(Cache::bytes).sum(), caches.len()))
     }
 
     /// A new stream over this encoder.
@@ -380,18 +380,18 @@ struct EncoderStream {
 impl EncoderStream {
     fn feed<'py>(&mut self, py: Python<'py>, part: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
         let (part, encoder, stream) = (text_of(part)?, self.encoder.get(), &mut self.stream);
-        let mut ids = Ids::<u32>::default();
+        let mut ids = Ids::new(encoder.model.wide());
         py.detach(|| encoder.with_cache(|cache| stream.feed(&encoder.model, &encoder.splitter, part, cache, &mut ids)))
             .map_err(PyValueError::new_err)?;
-        PyList::new(py, ids.into_vec())
+        PyList::new(py, ids.iter())
     }
 
     fn finish<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let (encoder, stream) = (self.encoder.get(), &mut self.stream);
-        let mut ids = Ids::<u32>::default();
+        let mut ids = Ids::new(encoder.model.wide());
         py.detach(|| encoder.with_cache(|cache| stream.finish(&encoder.model, &encoder.splitter, cache, &mut ids)))
             .map_err(PyValueError::new_err)?;
-        PyList::new(py, ids.into_vec())
+        PyList::new(py, ids.iter())
     }
 }
 
@@ -411,6 +411,8 @@ fn pre_tokens<'py>(py: Python<'py>, text: &Bound<'py, PyAny>, pattern: &str) -> 
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<WordCounter>()?;
     module.add_class::<Encoder>()?;
+    module.add_class::<Buffer>()?;
+    module.add("CACHE_BYTES", MOST_BYTES)?;
     module.add_class::<EncoderStream>()?;
     module.add_function(wrap_pyfunction!(pre_tokens, module)?)
 }

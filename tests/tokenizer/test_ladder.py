@@ -91,5 +91,6 @@ def test_parts_of_a_file_are_even_and_any_number_of_processes_counts_the_same(tm
 
 def _words_of_core(text: str) -> list[tuple[bytes, int]]:
     counter = _core.WordCounter([name.encode() for name in SPECIALS], False)
-    counter.add_text(text)
+    counter.feed(text)
+    counter.finish()
     return counter.words()

@@ -182,16 +182,33 @@ def test_hugging_faces_rule_for_ties_gives_its_merges(tmp_path):
         train_on(tmp_path, text, 440, ties="smallest")
 
 
-def test_counts_add_up_over_parts(tmp_path):
-    """Feeding a text in parts of any size counts what the whole text counts."""
+def test_counts_add_up_over_parts_and_threads():
+    """Feeding texts in parts of any size, to any number of threads, counts what the whole texts count."""
     from groundup import _core
 
-    data = (PROSE + END).encode()
-    whole = _core.WordCounter([END.encode()], False)
-    whole.add_text(data)
+    def counts(texts, size, threads):
+        counter = _core.WordCounter([END.encode()], False, threads=threads)
+        for text in texts:
+            for start in range(0, len(text), size):
+                counter.feed(text[start : start + size])
+            counter.end_text()
+        counter.finish()
+        return Counter(dict(counter.words())), counter.totals()[1]
+
+    short = (PROSE + END).encode()
     for size in (1, 2, 3, 5, 17, 64, 1000):
-        parts = _core.WordCounter([END.encode()], False)
-        for start in range(0, len(data), size):
-            parts.feed(data[start : start + size])
-        parts.end_text()
-        assert Counter(dict(parts.words())) == Counter(dict(whole.words()))
+        assert counts([short], size, 1) == counts([short], len(short), 1)
+    long = short * (3_000_000 // len(short))
+    texts = [long, b"", short, b"x'", *[b"one text" * 9] * 40_000, long[:1_100_000].decode(errors="ignore").encode()]
+    whole = counts(texts, 1 << 30, 1)
+    assert whole[1] == sum(map(len, texts))
+    for size, threads in ((1 << 20, 1), (70_001, 2), (1 << 20, 3)):
+        assert counts(texts, size, threads) == whole
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_first_bad_byte_of_an_iterator_is_named(threads):
+    good = "words and words ".encode() * 100_000
+    texts = [good, good + b"\xff" + good + b"\xfe" + good, b"\xfd"]
+    with pytest.raises(UserError, match=f"invalid UTF-8 at byte {len(good)};"):
+        Tokenizer.train_from_texts(iter(texts), 300, threads=threads)

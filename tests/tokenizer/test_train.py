@@ -27,7 +27,8 @@ def merges_of_words(words: Counter[bytes], wanted: int) -> list[tuple[bytes, byt
 
 def words_of_text(text: str, specials: list[str]) -> Counter[bytes]:
     counter = _core.WordCounter([name.encode() for name in specials], False)
-    counter.add_text(text)
+    counter.feed(text)
+    counter.finish()
     return Counter(dict(counter.words()))
 
 

@@ -43,6 +43,9 @@ END_OF_TEXT = "<|endoftext|>"
 class Tokenizer:
     """A vocabulary with its merges. Immutable; may be used from any thread and in forked children."""
 
+    CACHE_BYTES = _core.CACHE_BYTES
+    """No thread's word cache takes more memory than this (see `cache_bytes`)."""
+
     def __init__(
         self,
         vocab: dict[int, bytes],
@@ -128,7 +131,7 @@ class Tokenizer:
         pattern: str = "gpt2",
         **options,
     ) -> "Tokenizer":
-        """Train on an iterator of texts, each a document. `options` as in `train`; one thread counts."""
+        """Train on an iterator of texts, each a document. `options` as in `train`."""
         given = Options(special_tokens, formats.pattern_name(pattern), **options)
         wanted = merges_wanted(vocab_size, special_tokens)
         return cls._of_merges(find_merges(count_texts(texts, given), wanted, given), given)
@@ -291,7 +294,7 @@ class Tokenizer:
         if not _everything(allowed_special, disallowed_special):
             return np.array(self.encode(text, allowed_special, disallowed_special), np.uint32 if wide else np.uint16)
         with _clear_errors():
-            buffer = self._core.encode_buffer(self._normal(text), True, wide)
+            buffer = self._core.encode_buffer(self._normal(text), True)
         return np.frombuffer(buffer, np.uint32 if wide else np.uint16)
 
     def encode_batch(
@@ -308,12 +311,20 @@ class Tokenizer:
         with _clear_errors():
             return self._core.encode_batch([self._normal(text) for text in texts], True, threads)
 
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the word caches in which encoding remembers the ids of pieces, those at work excepted.
+
+        There is one for each thread that has encoded at the same time as others, of at most `CACHE_BYTES` bytes.
+        """
+        return self._core.cache_bytes()[0]
+
     def encode_iterable(self, chunks: Iterable[str | bytes]) -> Iterator[int]:
         """Ids of a text that arrives in chunks, lazily: the same ids wherever it is cut.
 
         Holds back the end of the text as long as a continuation could change its ids, so memory is bounded by the
-        largest chunk and the longest pre-token (with a pattern of one's own: by the longest text without a special
-        token).
+        largest chunk and the longest pre-token, of a long run of one white-space character by its edges alone (with
+        a pattern of one's own: by the longest text without a special token).
         """
         stream = self._core.stream()
         if self._parts.normalizer:
@@ -333,27 +344,23 @@ class Tokenizer:
 
     def decode_bytes(self, ids: "Iterable[int] | np.ndarray") -> bytes:
         """The bytes of ids; from a NumPy array, without a Python number an id."""
-        array = _unsigned(ids)
-        if array is None:
-            ids = list(ids)
+        ids = _readable(ids)
         with self._known(ids):
-            return self._core.decode(list(ids)) if array is None else self._core.decode_array(array)
+            return self._core.decode(ids)
 
     def decode(self, ids: "Iterable[int] | np.ndarray", errors: str = "replace") -> str:
         """The text of ids. They may end inside a character, or hold any bytes: `errors` as in `bytes.decode`."""
-        array = _unsigned(ids)
-        if array is not None:
-            with self._known(array):
-                text = self._core.decode_text(array)
-            if text is not None:
-                return text
-        return self.decode_bytes(ids).decode("utf-8", errors)
+        ids = _readable(ids)
+        with self._known(ids):
+            return self._core.decode_text(ids, errors)
 
     @contextmanager
     def _known(self, ids: "Iterable[int] | np.ndarray") -> Generator[None]:
         """Names the id at fault when the core refuses one of `ids`."""
         try:
             yield
+        except UnicodeError:
+            raise
         except (ValueError, OverflowError) as error:
             raise self._unknown(next(i for i in ids if i not in self._parts.vocab)) from error
 
@@ -376,15 +383,15 @@ class Tokenizer:
         return UserError(f"id {token_id} is not in the vocabulary: legal ids are 0 to {self.vocab_size - 1}")
 
 
-def _unsigned(ids: Any) -> "np.ndarray | None":
-    """A NumPy array of ids as uint16 or uint32; None for anything else, and where a number would not survive."""
-    dtype = getattr(ids, "dtype", None)
+def _readable(ids: "Iterable[int] | np.ndarray") -> "list[int] | np.ndarray":
+    """Ids as the core reads them: an array of uint16 or uint32, where every number survives that, or a list."""
+    dtype: Any = getattr(ids, "dtype", None)
     if dtype is None or dtype.kind not in "iu" or not hasattr(ids, "astype"):
-        return None
+        return list(ids)
     if dtype in ("uint16", "uint32"):
-        return ids
+        return ids  # pyrefly: ignore[bad-return] (an array)
     array = ids.astype("uint32")
-    return array if (array == ids).all() else None
+    return array if (array == ids).all() else list(ids)
 
 
 def _everything(allowed: Names, disallowed: Names) -> bool:

@@ -1,7 +1,7 @@
 """Training: text → word counts → merges, in the Rust core, with errors a user understands.
 
-Two phases. "count" reads the text (plain files memory-mapped, on all threads), cuts it at special tokens and into
-pre-tokens, and counts each distinct one; "merge" runs the merge loop over the counted words. Memory: the table of
+Two phases. "count" reads the text, cuts it at special tokens and into pre-tokens, and counts each distinct one, on all
+threads (plain files memory-mapped; what is unpacked or comes from an iterator is handed to them in blocks); "merge" runs the merge loop over the counted words. Memory: the table of
 distinct words, which `memory` bounds, and the words laid out for the merge loop.
 """
 
@@ -86,7 +86,7 @@ class Options:
     def counter(self, threads: int) -> _core.WordCounter:
         bound = self.memory // (_TABLE_SHARE * threads) or 2**63
         names = [name.encode() for name in self.special_tokens]
-        return _core.WordCounter(names, self.errors == "replace", self.pattern, bound, self.prune)
+        return _core.WordCounter(names, self.errors == "replace", self.pattern, bound, self.prune, threads)
 
 
 def count_files(inputs: Iterable[str | os.PathLike], options: Options) -> _core.WordCounter:
@@ -121,7 +121,7 @@ def count_texts(texts: Iterable[str | bytes], options: Options) -> _core.WordCou
     """The word counts of texts, each a document of its own."""
     if isinstance(texts, (str, bytes)):
         raise UserError("texts is a single text: give a list or an iterator of texts")
-    counter = options.counter(1)
+    counter = options.counter(available_threads(options.threads))
     parts = ((text, True) for text in texts)
     _feed(counter, parts, "a text", options)
     return counter
@@ -147,6 +147,7 @@ def _feed(counter: _core.WordCounter, parts: Iterable[tuple], name: str, options
             counter.feed(part)
             if ends:
                 counter.end_text()
+        counter.finish()
     except UnicodeDecodeError as error:
         raise _not_utf8(name, error.start) from error
     except UnicodeEncodeError as error:
