@@ -7,6 +7,7 @@ The rooms, from the ground to the roof (imports only point downwards):
     data/       documents → token files → batches
     model/      the Transformer, plain
     optim/      AdamW, Muon, schedules, clipping
+    parallel/   many processes: data parallelism, ZeRO-1, FSDP
     generate/   sampling and the KV-cache engine
     train/      the loop, evaluation, run directory, checkpoints
     report/     plots from run logs

@@ -42,6 +42,7 @@ class Plan:
             f"vocabulary {model.vocab_size:,}",
             f"device     {self.device}, {train.precision}{self._compiled()}",
             f"batch      {batch}",
+            *([f"parallel   {self._parallel()}"] if self.world.size > 1 else []),
             *([f"           {self.found}"] if self.found else []),
             f"steps      {self._steps()}",
             f"data       {self._epochs()}",
@@ -52,6 +53,12 @@ class Plan:
     def _compiled(self) -> str:
         train = self.config.train
         return f", compiled ({train.compile_unit})" if train.compile else ""
+
+    def _parallel(self) -> str:
+        parallel = self.config.parallel
+        state = "optimizer state sharded" if parallel.optimizer == "zero1" else "optimizer state whole"
+        weights = "weights, gradients and state sharded" if "fsdp" in parallel.data else f"weights whole, {state}"
+        return f"{self.world.size} processes, {parallel.data}: {weights}"
 
     def _steps(self) -> str:
         train = self.config.train
