@@ -469,6 +469,35 @@ def fsdp_with_activation_checkpointing_and_evaluation_between():
 
 
 @check
+def fsdp_keeps_frozen_weights_until_backward_has_read_them():
+    def freeze(model: TransformerLM) -> TransformerLM:
+        model.layers[1].requires_grad_(False)
+        for name in ("w1", "w3"):
+            model.layers[2].ffn.get_submodule(name).weight.requires_grad_(False)
+        model.lm_head.weight.requires_grad_(False)
+        return model
+
+    model, net = freeze(lm()), freeze(lm())
+    engine = FSDP(model, units=units(model))
+    for _ in range(2):
+        engine(*batch()).backward()
+        engine.finish_gradient_synchronization()
+    world = dist.get_world_size()
+    for rank in range(world):
+        ids = torch.randint(29, (2, 16), generator=torch.Generator().manual_seed(rank))
+        (2 / world * net(ids, ids.roll(-1, 1))).backward()
+    truth = {name: p.grad for name, p in net.named_parameters()}
+    for unit in engine.units:
+        for index, name in enumerate(unit.names):
+            piece = unit.pieces[index]
+            if truth[name] is None:
+                assert piece.grad is None, name
+            else:
+                torch.testing.assert_close(piece.grad, unit.cut(index, truth[name]), rtol=1e-4, atol=1e-6)
+        assert not unit.is_whole
+
+
+@check
 def fsdp_loads_whole_weights_by_name():
     model = lm()
     engine = FSDP(model, units=units(model))

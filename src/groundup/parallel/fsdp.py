@@ -168,7 +168,8 @@ class Unit(Line):
         out = whole.new_empty(self.layout.shard)
         self._scattering = dist.reduce_scatter_tensor(out, whole, op, group=group, async_op=True), out
         self.is_scattered = True
-        self.free()
+        if len(self.trainable) == len(self.full):
+            self.free()  # a frozen weight may be read after the last gradient has come: it stays until the pass ends
 
     @torch.no_grad()
     def scattered(self) -> None:
@@ -333,8 +334,7 @@ class FSDP(DataParallel):
         self._to_scatter -= 1
         unit.arrived.clear()
         if not unit.trainable:
-            unit.free()
-            return
+            return  # its weights may still be read; the pass' end frees them
         unit.scatter(self.op, self.reduce_dtype, self._reduce_group)
         self._in_flight.append(unit)
         if len(self._in_flight) > IN_FLIGHT:
@@ -347,6 +347,9 @@ class FSDP(DataParallel):
             self._scatter_next()
         while self._in_flight:
             self._in_flight.pop(0).scattered()
+        for unit in self.units:
+            if unit.is_whole:
+                unit.free()
         self._in_backward = False
 
     @torch.no_grad()
