@@ -323,7 +323,8 @@ def hopper_check():
     from groundup.kernels import flash_hopper
 
     no_fallback()
-    flash_hopper.FORWARD_FROM[64] = 0  # checked where it would not be chosen, too
+    # Checked where they would not be chosen, too.
+    flash_hopper.FORWARD_FROM = flash_hopper.BACKWARD_FROM = {64: 0, 128: 0}
     attention_check("flash-hopper")
 
 

@@ -9,8 +9,8 @@ from attention_truth import attention as truth
 from attention_truth import make, visible
 
 from groundup.errors import UserError
-from groundup.kernels import attention, document_ids
-from groundup.kernels.attention import BACKENDS
+from groundup.kernels import attention, document_ids, flash_hopper
+from groundup.kernels.attention import BACKENDS, hopper_or_triton
 from groundup.kernels.documents import intervals
 
 IDS = torch.tensor([[0] * 5 + [1] + [2] * 20 + [3] * 14, [0] * 40])
@@ -120,3 +120,16 @@ def test_the_package_imports_where_there_is_no_triton():
     done = subprocess.run([sys.executable, "-c", hidden + run], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert set(BACKENDS) == {"auto", "reference", "flash-torch", "flash-triton", "flash-hopper", "sdpa"}
+
+
+def test_looking_at_the_device_breaks_no_graph(monkeypatch):
+    """The choice between the kernels is made while a model is compiled; a break there would split every block in two."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    flash_hopper.look_at_device.cache_clear()
+
+    def chosen(x: torch.Tensor) -> torch.Tensor:
+        return x + len(hopper_or_triton("auto", flash_hopper.device_obstacle(0)))
+
+    out = torch.compile(chosen, fullgraph=True, backend="eager")(torch.zeros(2))
+    flash_hopper.look_at_device.cache_clear()
+    assert out.tolist() in ([12.0, 12.0], [11.0, 11.0])

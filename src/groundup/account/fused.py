@@ -10,8 +10,8 @@ from groundup.account.ops import attach, cast, record, result, view
 from groundup.account.products import lowered, product
 from groundup.account.tape import ITEMSIZE, Tensor
 
-CHUNK_BYTES = 100 << 20
-"""Logits that the loss holds at once, as kernels/linear_cross_entropy.py."""
+CHUNK_BYTES = 126 << 20
+"""Least memory for the logits that the loss holds at once, as kernels/linear_cross_entropy.py."""
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def chunk_rows(n_tokens: int, vocab: int, width: int, item: int) -> int:
     """Tokens in a chunk of the loss, as the function of this name in kernels/linear_cross_entropy.py."""
-    budget = max(CHUNK_BYTES, vocab * width * 4 * 3 // 16)
+    budget = max(CHUNK_BYTES, vocab * width * 4 // 4, n_tokens * vocab * item // 16)
     return min(n_tokens, max(128, budget // (vocab * item) // 128 * 128))
 
 
@@ -107,8 +107,6 @@ def linear_cross_entropy(x: Tensor, weight: Tensor) -> Tensor:
     loss = result("sum", (), "fp32", losses)
     if d_x is None or d_weight is None:
         return loss
-    for gradient in (d_x, d_weight):
-        tape.launch("div", (gradient, gradient))
     if d_weight.dtype != weight.dtype and d_weight.numel < 1 << 20:
         d_weight = result("cast", weight.shape, weight.dtype, d_weight)
     # A large one stays within the memory of the float32 one.

@@ -194,7 +194,8 @@ def backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v."""
     rule = Rule(causal, window, softcap, scale, None if on_q is None or on_k is None else (on_q, on_k))
-    if hopper and not deterministic and flash_hopper.proven(q):
+    from_here = flash_hopper.BACKWARD_FROM.get(q.shape[-1], 0)
+    if hopper and not deterministic and k.shape[2] >= from_here and flash_hopper.proven(q):
         return flash_hopper.attention_backward(d_out, d_lse, q, k, v, out, lse, rule)
     return flash_triton.attention_backward(d_out, d_lse, q, k, v, out, lse, rule)
 

@@ -19,9 +19,8 @@ def loss_kernel(
     LOGITS, TARGETS, LOSSES, N_VALID, z_loss, softcap, vocab,
     BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, GRADS: tl.constexpr, DIVIDE: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: an online logsumexp over the vocabulary, then a second pass, from L2, for the gradient.
+    """One program a row: an online logsumexp over the vocabulary, then a second pass for the gradient.
 
-    Programs are wide (32 warps), so that few rows are under way and L2 still holds a row when its second pass comes.
     DIVIDE: gradients are divided by the scalar at N_VALID. The cap is applied before columns past the vocabulary are
     set to -inf; the other way round they would become -cap and take probability.
     """
