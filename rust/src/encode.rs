@@ -206,4 +206,4 @@ pub(crate) fn is_ordered(size: usize, merges: &[(u32, u32, u32)], merged: &[u32]
 
 #[cfg(test)]
 #[path = "tests/encode.rs"]
-mod tests;
+pub(crate) mod tests;

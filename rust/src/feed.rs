@@ -11,8 +11,8 @@ use std::thread::JoinHandle;
 use crate::count::{BlockError, Counted, Rules};
 use crate::pattern::Cutter;
 
-/// Bytes worth handing over.
-const BLOCK: usize = 1 << 20;
+/// Bytes worth handing over, for text of any kind.
+pub const BLOCK: usize = 1 << 20;
 
 /// Byte offset of a block within its text, and what is wrong with it.
 pub type FeedError = (u64, BlockError);
@@ -84,6 +84,8 @@ pub struct Feeder {
     cutter: Arc<Cutter>,
     rules: Rules,
     threads: usize,
+    /// Bytes worth handing over.
+    block: usize,
     pool: Option<Pool>,
     /// The block that is being filled.
     text: Vec<u8>,
@@ -95,9 +97,9 @@ pub struct Feeder {
 }
 
 impl Feeder {
-    pub fn new(cutter: Arc<Cutter>, rules: Rules, threads: usize) -> Self {
+    pub fn new(cutter: Arc<Cutter>, rules: Rules, threads: usize, block: usize) -> Self {
         let (text, ends) = (Vec::new(), Vec::new());
-        Feeder { cutter, rules, threads, pool: None, text, ends, offset: 0, number: 0, patience: BLOCK }
+        Feeder { cutter, rules, threads, block, pool: None, text, ends, offset: 0, number: 0, patience: block }
     }
 
     /// Takes a part of a text that may go on. After an error, `finish` says which.
@@ -119,8 +121,8 @@ impl Feeder {
     /// Ends the text that was fed.
     pub fn end_text(&mut self, counted: &mut Counted) -> Result<(), FeedError> {
         self.ends.push(self.text.len());
-        self.patience = BLOCK;
-        match self.text.len() < BLOCK {
+        self.patience = self.block;
+        match self.text.len() < self.block {
             true => Ok(()),
             false => self.hand_over(self.text.len(), counted),
         }
@@ -133,7 +135,7 @@ impl Feeder {
         let last = ends.last().copied();
         let block = Block { number: self.number, text, ends, offset: self.offset };
         self.offset = last.map_or(self.offset + length as u64, |end| (length - end) as u64);
-        (self.number, self.patience) = (self.number + 1, BLOCK);
+        (self.number, self.patience) = (self.number + 1, self.block);
         if self.threads < 2 {
             return block.count(&self.cutter, self.rules, counted);
         }

@@ -21,3 +21,7 @@ pub mod train;
 pub mod unicode;
 mod unicode_ranges;
 pub mod words;
+
+#[cfg(test)]
+#[path = "tests/fuzz.rs"]
+mod fuzz;

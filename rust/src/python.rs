@@ -16,7 +16,7 @@ use pyo3::types::{PyBytes, PyList, PyString};
 use crate::cache::{Cache, MOST_BYTES};
 use crate::count::{count_files, on_threads, BlockError, CountError, Counted, Rules};
 use crate::encode::{Model, Splitter};
-use crate::feed::{FeedError, Feeder};
+use crate::feed::{FeedError, Feeder, BLOCK};
 use crate::ids::Ids;
 use crate::pattern::{Cutter, Failure};
 use crate::stream::Stream;
@@ -68,7 +68,7 @@ impl WordCounter {
     ) -> PyResult<Self> {
         let cutter = Arc::new(Cutter::new(pattern, &specials).map_err(PyValueError::new_err)?);
         let rules = Rules { replace, most_bytes, prune };
-        let feeder = Feeder::new(Arc::clone(&cutter), rules, threads);
+        let feeder = Feeder::new(Arc::clone(&cutter), rules, threads, BLOCK);
         Ok(WordCounter { cutter, rules, counted: Counted::default(), feeder })
     }
 

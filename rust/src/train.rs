@@ -420,4 +420,4 @@ fn choose_floor(pairs: &[Pair], remaining: usize) -> i64 {
 
 #[cfg(test)]
 #[path = "tests/train.rs"]
-mod tests;
+pub(crate) mod tests;

@@ -21,6 +21,7 @@ TINY = {
     "optimizer": {"size": "tiny", "warmup": 1, "steps": 2},
     "generate": {"size": "tiny", "prompt": "8", "batch": "1,3", "precision": "fp32", "prefills": 2, "steps": 3},
     "mixed-precision": {},
+    "tokenizer": {"max_bytes": 20_000, "vocab_size": "300", "steps": 2, "tool": "groundup,tiktoken"},
     "allreduce": {"kib": "4", "warmup": 1, "steps": 2},
     "ddp": {"size": "tiny", "context": "8", "engine": "bucketed", "bucket_mb": "1", "warmup": 1, "steps": 2},
     "sharding": {"size": "tiny", "context": "8", "engine": "zero1", "warmup": 1, "steps": 2},

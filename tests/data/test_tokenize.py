@@ -1,6 +1,8 @@
 """Token directories against the text they came from: byte tokens decode by eye."""
 
 import lzma
+import subprocess
+import sys
 from itertools import pairwise
 
 import numpy as np
@@ -242,6 +244,40 @@ def test_a_special_token_that_overlaps_the_separator_is_refused(tmp_path):
     a = write(tmp_path / "a.txt", f"a{EOT}b")
     with pytest.raises(UserError, match="overlaps"):
         tokenize_corpus([a], None, byte_tokenizer(EOT, f"{EOT}b", f"a{EOT}"), tmp_path / "t", 0.5)
+
+
+MEASURE = """
+import sys, threading
+from groundup.data import tokenize_corpus
+from groundup.tokenizer import Tokenizer
+from groundup.tokenizer.profile import anonymous_bytes
+
+tokenizer, peak, done = Tokenizer.load(sys.argv[2]), 0, threading.Event()
+def sample():
+    global peak
+    while not done.wait(0.005):
+        peak = max(peak, anonymous_bytes())
+thread = threading.Thread(target=sample)
+thread.start()
+tokenize_corpus([sys.argv[1]], None, tokenizer, sys.argv[3], threads=2)
+done.set()
+thread.join()
+print(peak)
+"""
+
+
+@pytest.mark.slow
+def test_memory_stays_below_300_mb(corpora, tmp_path):
+    """All anonymous memory of the process, Python and numpy included, on 100 MB of text and one document."""
+    with lzma.open(corpora / "english_100mb.txt.xz") as file:
+        data = file.read()
+    (tmp_path / "documents.txt").write_bytes(data)
+    (tmp_path / "one.txt").write_bytes(data[:40_000_000].replace(EOT.encode(), b" "))
+    Tokenizer.train([tmp_path / "one.txt"], 2000, [EOT]).save(tmp_path / "tok")
+    for name in ("documents.txt", "one.txt"):
+        command = [sys.executable, "-c", MEASURE, tmp_path / name, tmp_path / "tok", tmp_path / "out"]
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert int(found.stdout) < 300e6
 
 
 @pytest.mark.slow

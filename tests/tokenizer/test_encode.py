@@ -202,3 +202,38 @@ def test_decoding_half_a_character(small):
         small.decode([0xE4, 0xB8], errors="strict")
     assert small.decode([0xE4, 0xB8], errors="ignore") == ""
     assert small.decode([]) == ""
+
+
+def test_the_word_cache_is_visible_and_bounded():
+
+    tokenizer = gpt2()
+    tokenizer.encode("a")
+    before = tokenizer.cache_bytes
+    assert 0 < before <= tokenizer.CACHE_BYTES
+    letters = random.Random(3)
+    for _ in range(12):
+        words = (letters.randbytes(letters.choice((5, 9, 40))).hex() for _ in range(40_000))
+        tokenizer.encode_numpy(" ".join(words))
+        assert tokenizer.cache_bytes <= tokenizer.CACHE_BYTES
+    assert tokenizer.cache_bytes > max(before, 4 << 20)
+
+
+@pytest.mark.parametrize("character", [" ", "\n", "\t"])
+def test_a_run_of_white_space_comes_out_while_it_arrives(character):
+    tokenizer, taken = gpt2(), 0
+
+    def chunks():
+        nonlocal taken
+        yield "words:"
+        for _ in range(100):
+            taken += 1
+            yield character * 10_007
+        yield "end"
+
+    ids = list(tokenizer.encode_iterable(chunks()))
+    assert ids == tokenizer.encode("words:" + character * 1_000_700 + "end")
+    taken = 0
+    stream = tokenizer.encode_iterable(chunks())
+    for _ in range(3):
+        next(stream)
+    assert taken < 10

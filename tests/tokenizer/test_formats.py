@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 
 import pytest
 import tokenizers
@@ -196,3 +197,52 @@ def test_importing_the_room_is_light():
     code = "import sys, groundup.tokenizer; print([m for m in ('numpy', 'torch', 'jaxtyping') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"
+
+
+def test_tied_ranks_reload(tmp_path):
+    """tiktoken's ranks tie the ways to split a token; a saved tokenizer keeps them, and both readers its ids."""
+    ranks = {bytes([b]): b for b in range(256)} | {b"bc": 256, b"ab": 257, b"abc": 258, b"abcbc": 259, b"bca": 260}
+    tokenizer = Tokenizer.from_ranks(ranks, {"<|e|>": 261}, pattern="gpt2")
+    tokenizer.save(tmp_path / "saved")
+    found = [Tokenizer.load(tmp_path / "saved")]
+    (tmp_path / "saved" / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    found += [Tokenizer.load(tmp_path / "tokenizer.json"), Tokenizer.load(tmp_path / "saved")]
+    for other in found:
+        assert other._parts == tokenizer._parts
+        assert other.encode("abcbcabcab<|e|>bca") == tokenizer.encode("abcbcabcab<|e|>bca")
+    assert tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).get_vocab_size() == 262
+
+
+@pytest.mark.parametrize(
+    ("processor", "words"),
+    [
+        (None, None),
+        ({"type": "ByteLevel", "trim_offsets": False}, None),
+        ({"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}]}, None),
+        (
+            {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}]},
+            "TemplateProcessing adds <s> to every text",
+        ),
+        (
+            {"type": "Sequence", "processors": [{"type": "ByteLevel"}, {"type": "RobertaProcessing"}]},
+            "RobertaProcessing is not supported",
+        ),
+    ],
+)
+def test_post_processors_are_noticed(tmp_path, processor, words):
+    train_on(tmp_path, PROSE, 300).save(tmp_path / "saved")
+    path = tmp_path / "saved" / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {"post_processor": processor}), "utf-8")
+    if words is None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            Tokenizer.load(path)
+    else:
+        with pytest.warns(UserWarning, match=words):
+            Tokenizer.load(path)
+
+
+def test_special_tokens_that_look_like_the_text_of_the_file(tmp_path):
+    tokenizer = train_on(tmp_path, PROSE, 300, special_tokens=['@"', '"vocab": "@"', "@@"])
+    tokenizer.save(tmp_path / "saved")
+    assert Tokenizer.load(tmp_path / "saved")._parts == tokenizer._parts

@@ -208,7 +208,7 @@ def test_counts_add_up_over_parts_and_threads():
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_first_bad_byte_of_an_iterator_is_named(threads):
-    good = "words and words ".encode() * 100_000
+    good = b"words and words " * 100_000
     texts = [good, good + b"\xff" + good + b"\xfe" + good, b"\xfd"]
     with pytest.raises(UserError, match=f"invalid UTF-8 at byte {len(good)};"):
         Tokenizer.train_from_texts(iter(texts), 300, threads=threads)

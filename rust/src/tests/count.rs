@@ -1,7 +1,7 @@
 use super::*;
 use std::collections::HashMap;
 
-fn table(words: &WordTable) -> HashMap<Vec<u8>, u64> {
+pub fn table(words: &WordTable) -> HashMap<Vec<u8>, u64> {
     let mut found = HashMap::new();
     words.for_each(|word, count| assert!(found.insert(word.to_vec(), count).is_none()));
     found

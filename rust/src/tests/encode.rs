@@ -26,7 +26,7 @@ fn model() -> (Model, Splitter) {
 }
 
 /// The definition: merge the leftmost pair of the lowest rank until there is none.
-fn plain(model: &Model, piece: &[u8]) -> Vec<u32> {
+pub fn plain(model: &Model, piece: &[u8]) -> Vec<u32> {
     let mut ids: Vec<u32> = piece.iter().map(|&byte| model.byte_ids[byte as usize]).collect();
     loop {
         let ranked = ids.windows(2).enumerate().map(|(at, pair)| (model.rank(pair[0], pair[1]), at));

@@ -1,7 +1,7 @@
 use super::*;
 use std::collections::BTreeMap;
 
-fn fast(words: &BTreeMap<Vec<u8>, u64>, wanted: usize) -> Merges {
+pub fn fast(words: &BTreeMap<Vec<u8>, u64>, wanted: usize) -> Merges {
     let mut table = WordTable::default();
     for (word, &count) in words {
         table.add(word, 0, word.len(), count);
@@ -10,7 +10,7 @@ fn fast(words: &BTreeMap<Vec<u8>, u64>, wanted: usize) -> Merges {
 }
 
 /// The definition: words as lists of byte strings, all pairs counted before every merge.
-fn plain(words: &BTreeMap<Vec<u8>, u64>, wanted: usize) -> Merges {
+pub fn plain(words: &BTreeMap<Vec<u8>, u64>, wanted: usize) -> Merges {
     let mut lists: Vec<(Vec<Vec<u8>>, u64)> =
         words.iter().map(|(word, &count)| (word.iter().map(|&b| vec![b]).collect(), count)).collect();
     let mut merges = Merges::new();

@@ -138,7 +138,7 @@ def tokenize_corpus(
             for split, group in sources.items():
                 if not writers[split].offsets.count:
                     raise UserError(f"{group[0].name}: no text for {split}.npy; name a file with text")
-            _copy_tokenizer(tokenizer, aside)
+            tokenizer.save_json(aside / TOKENIZER_FILE)
             meta = _meta(tokenizer, dtype, eot_id, sources, writers, counts, how)
             dump_meta(aside, meta)
     except OSError as error:
@@ -296,15 +296,6 @@ def _special_bytes(tokenizer: Tokenizer) -> np.ndarray:
     for token, id_ in tokenizer.special_tokens.items():
         lengths[id_] = len(token.encode())
     return lengths
-
-
-def _copy_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    saved = directory / "tokenizer"
-    tokenizer.save(saved)
-    os.replace(saved / TOKENIZER_FILE, directory / TOKENIZER_FILE)
-    for file in saved.iterdir():
-        file.unlink()
-    saved.rmdir()
 
 
 def _meta(

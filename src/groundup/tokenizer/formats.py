@@ -166,7 +166,8 @@ def to_json(parts: Parts) -> dict[str, Any]:
         pre_tokenizer = {"type": "Sequence", "pretokenizers": [split, {**byte_level, "use_regex": False}]}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     specials = sorted(parts.special_tokens.items(), key=lambda item: item[1])
-    vocab = {to_characters(token): number for token, number in sorted(ids.items(), key=lambda item: item[1])}
+    spelled = {token: to_characters(token) for token in ids}
+    vocab = {spelled[token]: number for token, number in sorted(ids.items(), key=lambda item: item[1])}
     for name, number in specials:
         vocab.setdefault(name, number)
     return {
@@ -187,10 +188,29 @@ def to_json(parts: Parts) -> dict[str, Any]:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": parts.whole_pieces,
+            **({"tied_ranks": True} if parts.tied_ranks else {}),  # other readers skip what they do not know
             "vocab": vocab,
-            "merges": [[to_characters(left), to_characters(right)] for left, right in parts.merges],
+            "merges": [[spelled[left], spelled[right]] for left, right in parts.merges],
         },
     }
+
+
+_text = json.JSONEncoder(ensure_ascii=False).encode
+
+
+def json_text(content: dict[str, Any]) -> str:
+    """`tokenizer.json` with a token or merge a line. json's own indentation takes a second for GPT-2's vocabulary."""
+    model = {**content["model"], "vocab": "@", "merges": "@"}
+    outer = json.dumps({**content, "model": "@"}, ensure_ascii=False, indent=1)
+    inner = json.dumps(model, ensure_ascii=False, indent=1)
+    merges = ",\n".join(map(_text, content["model"]["merges"]))
+    inner = inner.replace('"vocab": "@"', '"vocab": ' + _vocab_text(content["model"]["vocab"]))
+    inner = f"{inner.rpartition('@')[0][:-1]}[\n{merges}\n]\n}}"  # merges come last
+    return f"{outer.rpartition('@')[0][:-1]}{inner}\n}}"  # and so does the model
+
+
+def _vocab_text(vocab: dict[str, int]) -> str:
+    return "{\n" + ",\n".join([f"{_text(token)}: {number}" for token, number in vocab.items()]) + "\n}"
 
 
 def write_files(parts: Parts, directory: Path) -> None:
@@ -206,14 +226,15 @@ def write_files(parts: Parts, directory: Path) -> None:
         )
     more: dict[str, Any] = {} if parts.pattern == "gpt2" else {"pattern": parts.pattern}
     more |= {"ignore_merges": True} if parts.whole_pieces else {}
+    more |= {"tied_ranks": True} if parts.tied_ranks else {}
     more |= {"normalizer": parts.normalizer} if parts.normalizer else {}
     vocab, specials = content["model"]["vocab"], [name for name in parts.special_tokens if name not in alike]
     if set(_not_made(vocab, content["model"]["merges"])) != set(specials):
         more["special_tokens"] = specials
     header = "#version: 0.2" + (f" {json.dumps(more)}" if more else "")
     lines = [header, *(" ".join(merge) for merge in content["model"]["merges"])]
-    (directory / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False, indent=1), "utf-8")
-    (directory / "vocab.json").write_text(json.dumps(content["model"]["vocab"], ensure_ascii=False, indent=0), "utf-8")
+    (directory / "tokenizer.json").write_text(json_text(content), "utf-8")
+    (directory / "vocab.json").write_text(_vocab_text(vocab), "utf-8")
     (directory / "merges.txt").write_text("\n".join(lines) + "\n", "utf-8")
 
 
@@ -260,7 +281,9 @@ def _read_json(path: Path) -> Parts:
         pattern = _pattern_of(content.get("pre_tokenizer"), path)
         parts = _parts(model["vocab"], merges, specials, pattern, path)
         parts.whole_pieces = bool(model.get("ignore_merges", False))
+        parts.tied_ranks = bool(model.get("tied_ranks", False))
         parts.normalizer = normalizer
+        _notice_post_processor(content.get("post_processor"), path)
         return parts
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: not a tokenizer.json ({error!r})") from error
@@ -282,6 +305,20 @@ def _pattern_of(pre_tokenizer: dict | None, path: Path) -> str:
     if split and steps[0].get("behavior") == "Isolated" and not steps[0].get("invert"):
         return pattern_name(steps[0]["pattern"]["Regex"])
     raise UserError(f"{path}: this combination of pre-tokenizers is not supported")
+
+
+def _notice_post_processor(processor: dict | None, path: Path) -> None:
+    """Warns of one that adds tokens, as encoding does not. ByteLevel's only moves offsets."""
+    steps = processor["processors"] if processor and processor["type"] == "Sequence" else [processor or {}]
+    for step in steps:
+        template = [part for part in step.get("single", []) if "SpecialToken" in part]
+        names = [part["SpecialToken"]["id"] for part in template]
+        if names or step.get("type", "ByteLevel") not in ("ByteLevel", "TemplateProcessing"):
+            what = f"adds {', '.join(names)} to every text" if names else "is not supported"
+            warnings.warn(
+                f"{path}: the post-processor {step['type']} {what}; encode() does not, so add such ids yourself",
+                stacklevel=5,
+            )
 
 
 def _read_pair(vocab_path: Path, merges_path: Path) -> Parts:
@@ -308,6 +345,7 @@ def _read_pair(vocab_path: Path, merges_path: Path) -> Parts:
         raise UserError(f"{merges_path}: the special token {error} is not in {vocab_path.name}") from error
     parts = _parts(vocab, merges, specials, pattern_name(more.get("pattern", "gpt2")), vocab_path)
     parts.whole_pieces = bool(more.get("ignore_merges", False))
+    parts.tied_ranks = bool(more.get("tied_ranks", False))
     parts.normalizer = "NFC" if more.get("normalizer") else ""
     return parts
 

@@ -181,6 +181,10 @@ class Tokenizer:
         with directory_written_aside(Path(directory)) as aside:
             formats.write_files(self._parts, aside)
 
+    def save_json(self, path: str | os.PathLike) -> None:
+        """Write `tokenizer.json` alone."""
+        write_atomic(Path(path), formats.json_text(formats.to_json(self._parts)))
+
     def save_ranks(self, path: str | os.PathLike) -> None:
         """Write a tiktoken rank file (special tokens and pattern are not part of that format)."""
         write_atomic(Path(path), formats.rank_lines(self._parts))
@@ -233,16 +237,12 @@ class Tokenizer:
     @property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of vocabulary, merges, special tokens and pattern: the same for every file format."""
-        digest = hashlib.sha256()
-        for number, token in sorted(self._parts.vocab.items()):
-            digest.update(b"%d %d:%b\n" % (number, len(token), token))
-        for left, right in self._parts.merges:
-            digest.update(b"%d:%b %d:%b\n" % (len(left), left, len(right), right))
-        for name, number in sorted(self._parts.special_tokens.items()):
-            digest.update(b"%d %b\n" % (number, name.encode()))
-        digest.update(self._parts.pattern.encode() + b" whole" * self._parts.whole_pieces)
-        digest.update(b" " * bool(self._parts.normalizer) + self._parts.normalizer.encode())
-        return digest.hexdigest()
+        parts = [b"%d %d:%b\n" % (number, len(token), token) for number, token in sorted(self._parts.vocab.items())]
+        parts += [b"%d:%b %d:%b\n" % (len(left), left, len(right), right) for left, right in self._parts.merges]
+        parts += [b"%d %b\n" % (number, name.encode()) for name, number in sorted(self._parts.special_tokens.items())]
+        parts.append(self._parts.pattern.encode() + b" whole" * self._parts.whole_pieces)
+        parts.append(b" " * bool(self._parts.normalizer) + self._parts.normalizer.encode())
+        return hashlib.sha256(b"".join(parts)).hexdigest()
 
     def token_bytes(self, token_id: int) -> bytes:
         try:
@@ -295,7 +295,7 @@ class Tokenizer:
             return np.array(self.encode(text, allowed_special, disallowed_special), np.uint32 if wide else np.uint16)
         with _clear_errors():
             buffer = self._core.encode_buffer(self._normal(text), True)
-        return np.frombuffer(buffer, np.uint32 if wide else np.uint16)
+        return np.frombuffer(memoryview(buffer), np.uint32 if wide else np.uint16)
 
     def encode_batch(
         self,

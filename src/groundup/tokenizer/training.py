@@ -1,8 +1,9 @@
 """Training: text → word counts → merges, in the Rust core, with errors a user understands.
 
 Two phases. "count" reads the text, cuts it at special tokens and into pre-tokens, and counts each distinct one, on all
-threads (plain files memory-mapped; what is unpacked or comes from an iterator is handed to them in blocks); "merge" runs the merge loop over the counted words. Memory: the table of
-distinct words, which `memory` bounds, and the words laid out for the merge loop.
+threads (plain files memory-mapped; what is unpacked or comes from an iterator is handed to them in blocks); "merge"
+runs the merge loop over the counted words. Memory: the table of distinct words, which `memory` bounds, and the words
+laid out for the merge loop.
 """
 
 import os

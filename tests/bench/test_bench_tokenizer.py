@@ -1,0 +1,39 @@
+"""The tokenizer's benchmark on tiny text: what the rates and counts say."""
+
+import pytest
+from bench_tools import tiny_cells
+
+from groundup.bench.suites import tokenizer as suite
+from groundup.errors import UserError
+from groundup.tokenizer import END_OF_TEXT, Tokenizer
+
+
+def test_every_task_with_every_tool_that_can(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("some words and some more words\n" * 400 + END_OF_TEXT + "last words")
+    cells = tiny_cells("tokenizer", text=str(text), threads="1,2")
+    assert [cell["status"] for cell in cells] == ["ok"] * len(cells), cells
+    found = [tuple(cell["parameters"][key] for key in ("task", "tool", "threads")) for cell in cells]
+    assert found == [
+        *(("train", "groundup", 1), ("train", "groundup", 2)),
+        *(("encode", "groundup", 1), ("encode", "tiktoken", 1)),
+        *(("files", "groundup", 1), ("files", "groundup", 2)),
+    ]
+    for cell in cells:
+        metrics = cell["metrics"]
+        assert metrics["text_bytes"] == text.stat().st_size
+        for name in ("first", "warm", "decode") if "tokens" in metrics else [cell["parameters"]["task"]]:
+            seconds = metrics[f"time.{name}"]["median"] / 1e3
+            assert metrics[f"mb_per_second.{name}"] == pytest.approx(text.stat().st_size / 1e6 / seconds)
+    tokens = Tokenizer.train([text], 300, [END_OF_TEXT]).encode(text.read_text())
+    assert [cell["metrics"]["tokens"] for cell in cells[2:4]] == [len(tokens)] * 2
+
+
+def test_bad_options_are_one_line():
+    for changes, words in (
+        ({"text": "no/such.txt"}, "--text: no such file"),
+        ({"tool": "tiktokn"}, 'did you mean "tiktoken"'),
+        ({"vocab_size": "9"}, "at least 257"),
+    ):
+        with pytest.raises(UserError, match=words):
+            suite.cells(suite.Options(**changes))
