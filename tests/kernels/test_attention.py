@@ -123,7 +123,7 @@ def test_the_package_imports_where_there_is_no_triton():
 
 
 def test_looking_at_the_device_breaks_no_graph(monkeypatch):
-    """The choice between the kernels is made while a model is compiled; a break there would split every block in two."""
+    """The choice between the kernels is made while a model is compiled; a break there would split every block."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     flash_hopper.look_at_device.cache_clear()
 

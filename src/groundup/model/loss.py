@@ -54,7 +54,8 @@ def logits_or_loss(
 
     Where ModelConfig.kernels says so, the loss comes from kernels.linear_cross_entropy, which never holds all logits.
     """
-    if targets is not None and (kernels == "loss" or use_kernel(kernels, x)):
+    never_full = kernels == "loss" or (kernels == "auto" and x.is_cuda and x.dtype != torch.float64)
+    if targets is not None and (never_full or use_kernel(kernels, x)):
         backend = "triton" if kernels == "triton" else "auto"
         return linear_cross_entropy(x, weight, targets, n_valid, softcap=softcap, backend=backend)
     logits = x @ weight.T
