@@ -4,11 +4,13 @@ import random
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from late import late_collectives
 from torch import Tensor, nn
 
 from groundup.parallel import fsdp, launch
@@ -34,6 +36,8 @@ class Case:
     mixed: bool = False
     odd: bool = False
     delays: bool = False
+    late: bool = False
+    """Collectives give their result to those who wait, and NaN to others."""
 
 
 CASES = {
@@ -48,6 +52,8 @@ CASES = {
     "mixed dtype": Case(mixed=True),
     "uneven sizes": Case(odd=True),
     "random delays": Case(delays=True, accumulation=2, unused="some"),
+    "late collectives": Case(late=True),
+    "late, accumulation, unused": Case(late=True, accumulation=2, unused="some"),
 }
 
 
@@ -152,9 +158,8 @@ def build(engine: str, net: Net) -> tuple[DataParallel, torch.optim.Optimizer]:
     small = 0.0005  # MiB: several buckets of several tensors
     if engine == "zero1":
         optimizer = ShardedOptimizer(groups_of(net), torch.optim.AdamW, bucket_mb=small, **OPTIM)
-        return ShardedDDP(
-            net, optimizer, gates=[net.embed, *net.layers, net.head] if not net.case.unused else ()
-        ), optimizer
+        gates = () if net.case.unused else (net.embed, *net.layers, net.branch, net.head)
+        return ShardedDDP(net, optimizer, gates=gates), optimizer
     if engine == "zero1 after bucketed":
         model: DataParallel = BucketedDDP(net, small)
         return model, ShardedOptimizer(groups_of(net), torch.optim.AdamW, bucket_mb=small, **OPTIM)
@@ -235,7 +240,8 @@ def worker(cells: list[tuple[str, str]], clip: float = 0.0, catch: bool = True) 
         case = CASES[name]
         truth = reference(case, world.size, clip)
         try:
-            found = run_cell(engine, case, clip)
+            with late_collectives() if case.late else nullcontext():
+                found = run_cell(engine, case, clip)
             exact = is_exact(engine, case, world.size) and not clip
             results[engine, name] = compare(case, found, truth, exact)
         except Exception as error:

@@ -12,7 +12,7 @@ from groundup.parallel.launch import ChildError
 
 OURS = ["naive", "flat", "overlap", "bucketed", "bucketed in place", "zero1", "zero1 after bucketed", "fsdp"]
 CELLS = [(engine, case) for engine in OURS for case in CASES]
-TORCH = [(engine, case) for engine in ("torch-ddp", "torch-fsdp2") for case in CASES]
+TORCH = [(engine, case) for engine in ("torch-ddp", "torch-fsdp2") for case in CASES if not CASES[case].late]
 REFUSED = {("torch-ddp", "unused on all"): "not used in producing loss"}
 """torch DDP without its search for unused parameters, which costs every step."""
 ENDS = {

@@ -77,7 +77,8 @@ def run(parameters: Parameters) -> Measurement:
         int(parameters["steps"]),
         backend=None if backend == "nccl" else "gloo",
     )
-    return Measurement(metrics, {"dtype": "float32", "method": "perf_counter after a barrier, slowest rank"})
+    stamp = {"dtype": "float32", "grad_mode": "no_grad", "method": "perf_counter after a barrier, slowest rank"}
+    return Measurement(metrics, stamp)
 
 
 def _measure(device: torch.device, n_bytes: int, warmup: int, steps: int) -> dict[str, Any]:
