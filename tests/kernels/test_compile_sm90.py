@@ -16,10 +16,11 @@ TABLE = json.loads(files("groundup.kernels").joinpath("flash_tiles.json").read_t
 FIRST = [("forward", "16", "64"), ("keys", "16", "64"), ("keys", "16", "128"), ("queries", "16", "64")]
 ALL = [(k, b, d) for k, rows in TABLE.items() for b, row in rows.items() for d in row]
 SPILLS = {
-    ("keys", "32", "64"): 1000,
-    ("forward", "32", "128"): 2600,
-    ("keys", "32", "128"): 9000,
-    ("queries", "32", "128"): 6000,
+    ("keys", "32", "64"): 3500,
+    ("queries", "32", "64"): 104,
+    ("forward", "32", "128"): 2400,
+    ("keys", "32", "128"): 15400,
+    ("queries", "32", "128"): 8900,
 }
 """Bytes recorded for the tiles in float32, whose products are split in three; all others at most 16."""
 
@@ -108,9 +109,8 @@ def test_hopper_forward(d: int, spills: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("d", "spills"), [(64, 80), (128, 600)])
+@pytest.mark.parametrize(("d", "spills"), [(64, 24), (128, 48)])
 def test_hopper_backward(d: int, spills: int):
-    """The spills are in the tiles on the diagonal; the walk over the others has 0 and 48 bytes."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -130,3 +130,17 @@ def test_hopper_backward(d: int, spills: int):
     assert report.spills <= spills
     assert not report.serialized
     assert "cp.reduce.async.bulk.tensor" in report.ptx
+
+
+def test_element_wise_kernels_move_vectors():
+    """A mask i < n lets vectors through only where the compiler knows that 16 divides n, which it is told by value."""
+    from groundup.kernels.flash_triton_backward import scale_kernel
+    from groundup.kernels.linear_cross_entropy_triton import scale_in_place_kernel
+
+    for kernel, types, block in (
+        (scale_kernel, {"X": "*fp32", "OUT": "*bf16", "scale": "fp32", "n": "i32"}, 4096),
+        (scale_in_place_kernel, {"X": "*bf16", "FACTOR": "*fp32", "n": "i32"}, 8192),
+    ):
+        assert not next(p for p in kernel.params if p.name == "n").do_not_specialize
+        ptx = compile_kernel(kernel, types, {"BLOCK": block}, aligned=("n",), num_warps=4).ptx
+        assert "ld.global.v4.b32" in ptx

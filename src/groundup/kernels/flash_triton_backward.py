@@ -52,7 +52,7 @@ def delta_kernel(
     tl.store(LSE2 + to, tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634), mask=i < n_padded)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit
 def scale_kernel(X, OUT, scale, n, BLOCK: tl.constexpr):
     """OUT = X · scale in OUT's type, element by element in memory order."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

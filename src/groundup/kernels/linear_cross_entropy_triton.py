@@ -62,7 +62,7 @@ def loss_kernel(
             tl.store(row + first + column, d.to(LOGITS.dtype.element_ty), mask=keep)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit
 def scale_in_place_kernel(X, FACTOR, n, BLOCK: tl.constexpr):
     """X *= FACTOR, element by element. A factor of 1, which is what a training step brings, moves no memory."""
     factor = tl.load(FACTOR).to(tl.float32)
