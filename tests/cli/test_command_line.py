@@ -12,6 +12,7 @@ from command_line import refused
 
 import groundup.cli as cli
 from groundup import __version__
+from groundup.cli.train import parse_args
 from groundup.errors import UserError
 
 
@@ -71,6 +72,7 @@ def test_every_command_has_help_from_its_docstrings(command: str, capsys: pytest
         ("train --out x --model.n-layers=3.5", ["--model.n-layers", "'3.5' is not a whole number"]),
         ("train --out x --optim.betas 0.9", ["'--optim.betas'", "2"]),
         ("train --out x --optim.betas 0.9 x", ["--optim.betas"]),
+        ("train --out x --train.sinks wandb tensorbaord", ["'tensorbaord'", "--train.sinks", "tensorboard", "wandb"]),
         ("train --out x --data.order sorted", ["'sorted'", "shuffled", "random"]),
         ("train --out x --size stories", ['"stories"', '"stories-17m"']),
         ("train --out x --config no/such.toml", ["no/such.toml"]),
@@ -89,6 +91,17 @@ def test_what_is_wrong_is_said_in_one_line(
     assert all(part in message for part in parts), message
     assert not any(character in message for character in "│╭╰─")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [[], ["wandb"], ["tensorboard", "wandb"]])
+def test_a_field_of_some_words_takes_any_number_of_them(words: list[str], capsys: pytest.CaptureFixture[str]):
+    read = parse_args(["--train.sinks", *words, "--out", "x"], "groundup train")
+    assert read.run.train.sinks == tuple(words)
+    assert parse_args(["--out", "x"], "groundup train").run.train.sinks == ()
+    cli.main(["train", "--help"])
+    text = " ".join(capsys.readouterr().out.replace("│", "").split())
+    assert "[{tensorboard,wandb} ...] Where" in text
+    assert "needs its package. (default: none)" in text
 
 
 def test_errors_are_one_line_where_the_terminal_has_no_box_drawing(tmp_path: Path):

@@ -10,9 +10,10 @@ import re
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from itertools import dropwhile, takewhile
-from typing import TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from groundup.errors import UserError, nearest_name
 
@@ -20,6 +21,7 @@ T = TypeVar("T")
 
 _BOX = re.compile("[│╭╮╰╯┌┐└┘|]")
 _RULE = re.compile(r"^[\s─\-]*$")
+_REGISTRY = ConstructorRegistry()
 
 
 def parse(kind: type[T], argv: Sequence[str], prog: str, default: T | None = None) -> T:
@@ -29,11 +31,28 @@ def parse(kind: type[T], argv: Sequence[str], prog: str, default: T | None = Non
     base = tyro.MISSING_NONPROP if default is None else default
     try:
         with redirect_stderr(drawn):
-            return tyro.cli(kind, args=argv, prog=prog, default=base)
+            return tyro.cli(kind, args=argv, prog=prog, default=base, registry=_REGISTRY)
     except SystemExit as stop:
         if not stop.code:
             raise
     raise UserError(f"{_unknown_flag(kind, argv) or _one_line(drawn.getvalue())}; see {prog} --help")
+
+
+@_REGISTRY.primitive_rule
+def _some_of(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """A tuple of some of a few words, as tyro reads one, but an empty default is called "none" in the help."""
+    element, *rest = get_args(info.type) or (None,)
+    if info.type_origin is not tuple or rest != [Ellipsis] or get_origin(element) is not Literal:
+        return None
+    legal = get_args(element)
+    return PrimitiveConstructorSpec(
+        nargs="*",
+        metavar=f"[{{{','.join(legal)}}} ...]",
+        instance_from_str=tuple,
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda value: list(value) or ["none"],
+        choices=legal,
+    )
 
 
 def flags(kind: type) -> list[str]:
