@@ -243,6 +243,6 @@ def test_post_processors_are_noticed(tmp_path, processor, words):
 
 
 def test_special_tokens_that_look_like_the_text_of_the_file(tmp_path):
-    tokenizer = train_on(tmp_path, PROSE, 300, special_tokens=['@"', '"vocab": "@"', "@@"])
+    tokenizer = train_on(tmp_path, PROSE, 300, special_tokens=['@"', '"vocab": "@"', "@@", '", "a": 1'])
     tokenizer.save(tmp_path / "saved")
     assert Tokenizer.load(tmp_path / "saved")._parts == tokenizer._parts

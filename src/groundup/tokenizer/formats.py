@@ -195,22 +195,21 @@ def to_json(parts: Parts) -> dict[str, Any]:
     }
 
 
-_text = json.JSONEncoder(ensure_ascii=False).encode
-
-
 def json_text(content: dict[str, Any]) -> str:
     """`tokenizer.json` with a token or merge a line. json's own indentation takes a second for GPT-2's vocabulary."""
     model = {**content["model"], "vocab": "@", "merges": "@"}
     outer = json.dumps({**content, "model": "@"}, ensure_ascii=False, indent=1)
     inner = json.dumps(model, ensure_ascii=False, indent=1)
-    merges = ",\n".join(map(_text, content["model"]["merges"]))
+    # Printable forms hold no space, so this is no part of a token.
+    merges = json.dumps(content["model"]["merges"], ensure_ascii=False).replace("], [", "],\n[")
     inner = inner.replace('"vocab": "@"', '"vocab": ' + _vocab_text(content["model"]["vocab"]))
-    inner = f"{inner.rpartition('@')[0][:-1]}[\n{merges}\n]\n}}"  # merges come last
+    inner = f"{inner.rpartition('@')[0][:-1]}{merges}\n}}"  # merges come last
     return f"{outer.rpartition('@')[0][:-1]}{inner}\n}}"  # and so does the model
 
 
 def _vocab_text(vocab: dict[str, int]) -> str:
-    return "{\n" + ",\n".join([f"{_text(token)}: {number}" for token, number in vocab.items()]) + "\n}"
+    text = json.dumps(vocab, ensure_ascii=False)
+    return text if any(', "' in token for token in vocab) else text.replace(', "', ',\n"')
 
 
 def write_files(parts: Parts, directory: Path) -> None:
