@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_runs import VOCAB, Recorder, read_metrics, tiny_config, write_tokens
 
 from groundup.cli import main
@@ -103,6 +104,28 @@ def test_an_interrupted_one_goes_on_to_the_same_result(tokens: Path, tmp_path: P
     assert len(started) == 3  # the baseline was not trained again
     whole = ablate(base, found, tmp_path / "whole")
     assert [o.valid_loss for o in outcomes] == [o.valid_loss for o in whole]
+
+
+def test_no_run_finds_the_compilations_of_another(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    compiled: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]):
+        compiled.append(running[-1])
+        return graph.forward
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
+    def watched(config: RunConfig, out: Path, **keywords):
+        running.append(out.name)
+        for _ in range(2):
+            torch.compile(double, backend=backend)(torch.ones(3))
+        return train(config, out, **keywords)
+
+    running: list[str] = []
+    monkeypatch.setattr(module, "train", watched)
+    ablate(tiny_config(tokens, steps=1), variations(tiny_config(tokens), ["norm"]), tmp_path / "out")
+    assert compiled == ["baseline", "norm-post", "norm-none"]
 
 
 def test_a_variation_that_fails_is_a_row_and_a_failed_baseline_an_error(

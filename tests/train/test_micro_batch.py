@@ -42,6 +42,27 @@ def test_prediction_grows_with_the_batch_and_falls_with_checkpointing(tokens: Pa
     assert predicted_bytes(pure, 1, CPU) - predicted_bytes(rounded, 1, CPU) == 8 * count
 
 
+def test_on_a_gpu_the_prediction_follows_what_the_model_says_of_its_kernels(tokens: Path):
+    """Reference attention holds the scores of every layer, a plain loss all logits; kernels hold neither."""
+    base, size = config(tokens, 1), 8
+    base = replace(base, model=replace(base.model, context_length=512, vocab_size=8192))
+    gpu = torch.device("cuda")
+
+    def predicted(device: torch.device = gpu, **how) -> int:
+        return predicted_bytes(replace(base, model=replace(base.model, **how)), size, device)
+
+    scores = 4 * size * base.model.n_layers * base.model.n_heads * 512**2
+    logits = 4 * size * 512 * 8192
+    kernels = predicted()
+    assert predicted(attention="flash-triton", kernels="triton") == kernels
+    assert predicted(attention="reference", kernels="triton") >= kernels + scores
+    plain = predicted(attention="sdpa", kernels="reference")
+    assert plain >= predicted(attention="sdpa", kernels="loss") + logits
+    assert predicted(attention="reference", kernels="reference", checkpoint_activations=1) < plain + scores
+    # A CPU has no kernels: there "auto" is the reference.
+    assert predicted(CPU) == predicted(CPU, attention="reference", kernels="reference") >= scores + logits
+
+
 @pytest.mark.parametrize("wanted", [1, 2, 3, 8, 12, 24])
 def test_the_largest_divisor_below_the_bound_is_found(wanted: int, tokens: Path):
     need = predicted_bytes(config(tokens, 1), wanted, CPU)

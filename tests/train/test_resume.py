@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.process import BaseProcess as Process
@@ -16,13 +17,14 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import tomli_w
 import torch
 from safetensors.torch import load_file
 from tiny_runs import Crash, Recorder, crash, read_metrics, resume_slowly, tiny_config, write_tokens
 
 from groundup.config import RunConfig
 from groundup.errors import UserError
-from groundup.train import Evaluation, RunDirectory, changed_fields, train
+from groundup.train import Evaluation, RunDirectory, changed_fields, evaluate_run, load_run, train
 from groundup.train.checkpoint import MODEL, OPTIMIZER, checkpoint_steps, newest_complete
 
 torch.set_num_threads(1)
@@ -122,6 +124,38 @@ def test_a_field_newer_than_the_checkpoint_had_its_default(crashed: Path, tokens
     file.write_text(json.dumps(state))
     train(tiny_config(tokens), crashed, resume=True)
     assert len(read_metrics(crashed)) == 14
+
+
+FIRST_FIELDS = {
+    "model": "vocab_size context_length d_model n_layers n_heads n_kv_heads d_ff rope_theta norm_eps tie_embeddings",
+    "optim": "lr min_lr_ratio warmup_steps betas eps weight_decay grad_clip",
+    "train": "steps tokens micro_batch_size grad_accumulation global_batch_size seed device precision compile "
+    "eval_every eval_batches save_every keep_last",
+    "data": "path order",
+}
+"""What the first runs had in their config.toml; every field that came later must mean what was done before it came."""
+
+
+def test_a_run_from_before_the_newer_fields_is_read_and_resumed(crashed: Path, tokens: Path, tmp_path: Path):
+    names = {f"{section}.{name}" for section, row in FIRST_FIELDS.items() for name in row.split()}
+    old = {
+        section: {name: value for name, value in table.items() if f"{section}.{name}" in names}
+        for section, table in tomllib.loads((crashed / "config.toml").read_text()).items()
+        if section in FIRST_FIELDS
+    }
+    (crashed / "config.toml").write_text(tomli_w.dumps(old))
+    for file in (crashed / "checkpoints").glob("*/state.json"):
+        state = json.loads(file.read_text())
+        state["config"] = {name: value for name, value in state["config"].items() if name in names}
+        file.write_text(json.dumps(state))
+    assert RunDirectory(crashed).load_config() == tiny_config(tokens)
+    assert load_run(crashed, device="cpu")[3] == 6
+    assert evaluate_run(crashed, device="cpu")[0].tokens > 0
+    train(tiny_config(tokens), crashed, resume=True)
+    train(tiny_config(tokens), tmp_path / "whole")
+    same_run(tmp_path / "whole", crashed)
+    with pytest.raises(UserError, match=r"model\.norm is 'pre' in .* and 'post' was given"):
+        train(tiny_config(tokens, model={"norm": "post"}), crashed, resume=True)
 
 
 def test_random_numbers_go_on_where_they_were(tokens: Path, tmp_path: Path):

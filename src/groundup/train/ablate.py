@@ -6,6 +6,7 @@ read, interrupted ones resumed. A variation that fails (it diverges, or does not
 """
 
 import gc
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -197,8 +198,8 @@ def _train(config: RunConfig, run: RunDirectory, progress: Progress) -> tuple[bo
     finally:
         # The next variation is another model: nothing of this one may take its memory or its compilations.
         gc.collect()
-        if config.train.compile:
-            torch._dynamo.reset()
+        if "torch._dynamo" in sys.modules:  # importing it only to reset it would cost seconds
+            torch.compiler.reset()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
