@@ -45,7 +45,7 @@ def shapes_net(seed: int = 0) -> nn.Module:
 def give_gradients(net: nn.Module, step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     for p in net.parameters():
-        p.grad = torch.randn(p.shape, generator=generator)
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
 
 
 def line_net() -> nn.Sequential:
@@ -298,6 +298,21 @@ def its_state_goes_to_and_from_the_plain_optimizer():
             for p, q, r in zip(plain_net.parameters(), net.parameters(), back_net.parameters(), strict=True):
                 assert torch.equal(p, q), (name, wrap)
                 assert torch.equal(p, r), (name, wrap)
+
+
+@check
+def float32_state_of_bf16_parameters_is_loaded_uncut():
+    for wrap in (ShardedOptimizer, WholeParameterOptimizer):
+        plain_net, net = shapes_net().bfloat16(), shapes_net().bfloat16()
+        plain = AdamW(grouped(plain_net), lr=0.1, master_weights=True)
+        sharded = wrap(grouped(net), AdamW, lr=0.1, master_weights=True)
+        give_gradients(plain_net, 0)
+        plain.step()
+        sharded.load_state_dict(plain.state_dict())
+        found = sharded.state_dict()
+        assert all(v.dtype == torch.float32 for e in found["state"].values() for v in e.values() if torch.is_tensor(v))
+        assert "master" in found["state"][0]
+        equal_states(found, plain.state_dict())
 
 
 @check

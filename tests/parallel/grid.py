@@ -36,6 +36,8 @@ class Case:
     mixed: bool = False
     odd: bool = False
     delays: bool = False
+    clip: float = 0.0
+    """Largest norm of the gradients over all shards; 0: any."""
     late: bool = False
     """Collectives give their result to those who wait, and NaN to others."""
 
@@ -52,6 +54,8 @@ CASES = {
     "mixed dtype": Case(mixed=True),
     "uneven sizes": Case(odd=True),
     "random delays": Case(delays=True, accumulation=2, unused="some"),
+    "clipping": Case(clip=0.5),
+    "clipping, uneven sizes": Case(clip=0.5, odd=True),
     "late collectives": Case(late=True),
     "late, accumulation, unused": Case(late=True, accumulation=2, unused="some"),
 }
@@ -130,7 +134,7 @@ def groups_of(net: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def reference(case: Case, world: int, clip: float) -> tuple[dict[str, Tensor], dict[str, dict], list[float]]:
+def reference(case: Case, world: int) -> tuple[dict[str, Tensor], dict[str, dict], list[float]]:
     """One process: the ranks' gradients one after the other, summed in the order of ranks, averaged."""
     net = make_net(case, 0)
     optimizer = torch.optim.AdamW(groups_of(net), **OPTIM)
@@ -148,7 +152,7 @@ def reference(case: Case, world: int, clip: float) -> tuple[dict[str, Tensor], d
                     total[i] = p.grad.clone() if total[i] is None else total[i] + p.grad
         for p, grad in zip(params, total, strict=True):
             p.grad = None if grad is None else grad / world
-        norms.append(float(torch.nn.utils.clip_grad_norm_(params, clip or 1e9)))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(params, case.clip or 1e9)))
         optimizer.step()
     state = {n: optimizer.state[p] for n, p in net.named_parameters() if p in optimizer.state}
     return {n: p.detach() for n, p in net.named_parameters()}, state, norms
@@ -177,7 +181,7 @@ def build(engine: str, net: Net) -> tuple[DataParallel, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(groups_of(net), **OPTIM)
 
 
-def run_cell(engine: str, case: Case, clip: float = 0.0) -> dict[str, Any]:
+def run_cell(engine: str, case: Case) -> dict[str, Any]:
     rank = dist.get_rank()
     net = make_net(case, rank)  # every rank starts differently: rank 0's weights must win
     model, optimizer = build(engine, net)
@@ -194,7 +198,7 @@ def run_cell(engine: str, case: Case, clip: float = 0.0) -> dict[str, Any]:
             else:
                 nn.functional.cross_entropy(model(ids, uses_branch(case, step, rank)), targets).backward()
         model.finish_gradient_synchronization()
-        norms.append(float(model.clip_grad_norm(clip or 1e9)))
+        norms.append(float(model.clip_grad_norm(case.clip or 1e9)))
         optimizer.step()
         # Kept gradients (views of buckets) and dropped ones must both work.
         optimizer.zero_grad(set_to_none=step % 2 == 0 or case.unused != "" or engine == "zero1")
@@ -230,7 +234,7 @@ def is_exact(engine: str, case: Case, world: int) -> bool:
     return world <= 2 and not (engine.endswith(("fsdp", "fsdp2")) and case.accumulation > 1)
 
 
-def worker(cells: list[tuple[str, str]], clip: float = 0.0, catch: bool = True) -> dict[tuple[str, str], str]:
+def worker(cells: list[tuple[str, str]], catch: bool = True) -> dict[tuple[str, str], str]:
     """Cell → "" where it equals one process, else what is wrong (on this rank)."""
     torch.set_num_threads(1)
     world = this_world()
@@ -238,11 +242,11 @@ def worker(cells: list[tuple[str, str]], clip: float = 0.0, catch: bool = True) 
     results = {}
     for engine, name in cells:
         case = CASES[name]
-        truth = reference(case, world.size, clip)
+        truth = reference(case, world.size)
         try:
             with late_collectives() if case.late else nullcontext():
-                found = run_cell(engine, case, clip)
-            exact = is_exact(engine, case, world.size) and not clip
+                found = run_cell(engine, case)
+            exact = is_exact(engine, case, world.size) and not case.clip
             results[engine, name] = compare(case, found, truth, exact)
         except Exception as error:
             if not catch:
@@ -252,7 +256,5 @@ def worker(cells: list[tuple[str, str]], clip: float = 0.0, catch: bool = True) 
     return results
 
 
-def run_grid(
-    world: int, cells: list[tuple[str, str]], clip: float = 0.0, catch: bool = True
-) -> list[dict[tuple[str, str], str]]:
-    return launch.spawn(worker, world, cells, clip, catch)
+def run_grid(world: int, cells: list[tuple[str, str]], catch: bool = True) -> list[dict[tuple[str, str], str]]:
+    return launch.spawn(worker, world, cells, catch)

@@ -26,15 +26,23 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "muon": ({"optimizer": "zero1"}, {"name": "muon"}),
     "torch-ddp": ({"data": "torch-ddp"}, {}),
     "torch-fsdp2": ({"data": "torch-fsdp2"}, {}),
+    "bucketed-bf16": ({}, {"master_weights": True}),
+    "zero1-bf16": ({"optimizer": "zero1", "bucket_mb": 0.02}, {"master_weights": True}),
+    "fsdp-bf16": ({"data": "fsdp"}, {"master_weights": True}),
+    "zero1-fp16": ({"optimizer": "zero1", "bucket_mb": 0.02}, {}),
+    "fsdp-fp16": ({"data": "fsdp"}, {}),
+    "bucketed-fp16": ({}, {}),
 }
-"""Name → fields of [parallel] and [optim]."""
+"""Name → fields of [parallel] and [optim]; the end of the name gives the precision."""
+PRECISIONS = {"bf16": "bf16-pure", "fp16": "fp16-mixed"}
 
 
 def config(tokens: Path, engine: str, **changes: Any) -> RunConfig:
     """12 sequences a step, which 1, 2, 3 and 4 processes can share."""
     parallel, optim = ENGINES[engine]
     shape = ModelConfig(vocab_size=VOCAB, context_length=32, d_model=20, n_layers=2, n_heads=2, d_ff=34)
-    loop = TrainConfig(steps=6, micro_batch_size=3, global_batch_size=12, seed=7, device="cpu", precision="fp32")
+    precision: Any = PRECISIONS.get(engine.partition("-")[2], "fp32")
+    loop = TrainConfig(steps=6, micro_batch_size=3, global_batch_size=12, seed=7, device="cpu", precision=precision)
     loop = replace(loop, eval_every=3, eval_batches=5, save_every=3, keep_last=0, **changes)
     # A clip that every step feels, so that a norm over one shard only would show.
     moves = replace(OptimConfig(lr=3e-3, warmup_steps=2, grad_clip=0.1), **optim)

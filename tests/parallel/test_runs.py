@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from runs import config, go_on, reload_all, spawned, train_all
 from safetensors.torch import load_file
 from tiny_runs import read_metrics, write_tokens
@@ -21,6 +22,7 @@ from groundup.train.resume import at_world_size
 
 OURS = ["bucketed", "naive", "zero1", "fsdp", "muon"]
 THEIRS = ["torch-ddp", "torch-fsdp2"]
+BF16 = ["bucketed-bf16", "zero1-bf16", "fsdp-bf16"]
 FILES = ("model.safetensors", "optimizer.safetensors")
 
 
@@ -33,7 +35,7 @@ def tokens(tmp_path_factory):
 def pairs_of_runs(tokens, tmp_path_factory):
     """(directory of the runs in two processes, of those in one)."""
     two, one = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("one")
-    spawned(2, train_all, tokens, two, OURS)
+    spawned(2, train_all, tokens, two, [*OURS, *BF16])
     for engine in ("bucketed", "muon"):
         # One process sums the same four micro-batches in another order; with two, in the very order of two ranks.
         train(config(tokens, engine), one / engine)
@@ -71,6 +73,7 @@ def test_engines_agree_bit_for_bit(pairs_of_runs):
 
 PAIRS = [(saved, loads) for saved in ("bucketed", "zero1", "fsdp") for loads in ("bucketed", "zero1", "fsdp")]
 PAIRS.append(("muon", "muon"))
+PAIRS += [("bucketed-bf16", "zero1-bf16"), ("zero1-bf16", "fsdp-bf16"), ("fsdp-bf16", "bucketed-bf16")]
 
 
 def check_reloaded(two: Path, again: Path, world: int, pairs: list) -> None:
@@ -84,6 +87,7 @@ def check_reloaded(two: Path, again: Path, world: int, pairs: list) -> None:
 
 def test_one_process_takes_over_what_two_saved(pairs_of_runs, tokens, tmp_path):
     pairs = [("bucketed", "bucketed"), ("zero1", "bucketed"), ("fsdp", "bucketed"), ("muon", "bucketed")]
+    pairs += [(saved, "bucketed-bf16") for saved in BF16]
     reload_all(tokens, pairs_of_runs[0], tmp_path, pairs)
     check_reloaded(pairs_of_runs[0], tmp_path, 1, pairs)
 
@@ -118,6 +122,35 @@ def test_torchs_engines_train_as_one(pairs_of_runs, tokens, tmp_path):
     spawned(2, train_all, tokens, tmp_path, THEIRS)
     for engine in THEIRS:
         compare(tmp_path / engine, pairs_of_runs[1] / "bucketed", 3e-6)
+
+
+def check_narrow(two: Path, kind: str) -> None:
+    """Under bf16-pure master weights and moments are saved uncut; that all engines take them over is in PAIRS."""
+    for engine in ("bucketed", "zero1", "fsdp"):
+        saved = tensors(two / f"{engine}-{kind}")
+        state = {key: value for key, value in saved.items() if key.startswith("optimizer") and value.ndim}
+        assert all(value.dtype == torch.float32 for value in state.values())
+        if kind == "bf16":
+            assert saved["model.safetensors:layers.0.ffn.w1.weight"].dtype == torch.bfloat16
+            assert any(key.startswith("optimizer.safetensors:master.") for key in state)
+        # Numbers that bfloat16 cannot hold, so that a cast on the way shows.
+        assert any((value != value.bfloat16().float()).any() for value in state.values())
+        losses, truth = ([row["loss"] for row in read_metrics(two / f"{e}-{kind}")] for e in (engine, "bucketed"))
+        assert losses == pytest.approx(truth, rel=2e-2)
+
+
+def test_bf16_keeps_its_float32_state(pairs_of_runs):
+    check_narrow(pairs_of_runs[0], "bf16")
+
+
+@pytest.mark.slow
+def test_fp16_on_two_processes(tokens, tmp_path):
+    names = ["bucketed-fp16", "zero1-fp16", "fsdp-fp16"]
+    spawned(2, train_all, tokens, tmp_path / "two", names)
+    check_narrow(tmp_path / "two", "fp16")
+    pairs = [(saved, loads) for saved in names for loads in names]
+    spawned(2, reload_all, tokens, tmp_path / "two", tmp_path / "again", pairs)
+    check_reloaded(tmp_path / "two", tmp_path / "again", 2, pairs)
 
 
 def test_a_saved_batch_is_dealt_out_anew(tokens):
