@@ -135,7 +135,8 @@ def check_narrow(two: Path, kind: str) -> None:
             assert any(key.startswith("optimizer.safetensors:master.") for key in state)
         # Numbers that bfloat16 cannot hold, so that a cast on the way shows.
         assert any((value != value.bfloat16().float()).any() for value in state.values())
-        losses, truth = ([row["loss"] for row in read_metrics(two / f"{e}-{kind}")] for e in (engine, "bucketed"))
+        rows = [read_metrics(two / f"{e}-{kind}") for e in (engine, "bucketed")]
+        losses, truth = ([row["loss"] for row in some if "loss" in row] for some in rows)
         assert losses == pytest.approx(truth, rel=2e-2)
 
 
