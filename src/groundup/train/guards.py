@@ -5,9 +5,8 @@ ends: the loss, the gradients' norm (not finite as soon as one gradient is not) 
 computed from earlier rows. With many processes the flags are added up over them first, so all skip or none does. What
 the decision was is read with the row, which on a GPU happens one step later: counting and stopping never make it wait.
 
-Applying it: an optimizer that can (torch's fused ones say so by `_step_supports_amp_scaling`) takes the flag as its
-`found_inf` and leaves weights and state alone on the device. Any other is simply not called, which asks the host to
-wait for the flag: free on a CPU, one pipeline bubble (about 0.1 ms) a step on a GPU, and exact for every optimizer.
+Applying it: the optimizer is not called, which asks the host to wait for the flag: free on a CPU, one pipeline bubble
+(about 0.1 ms) a step on a GPU, and exact for every optimizer.
 Rejected: a copy of weights and state to go back to (memory); zeroed gradients (moments and decay would still move the
 weights); gradients clamped to finite numbers (a wrong step instead of none).
 
@@ -43,10 +42,7 @@ def to_skip(loss: Tensor, unsound: Tensor, limit: float) -> Tensor:
 
 def apply_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """`optimizer.step()`, unless the flag is set; then weights and optimizer state stay as they are."""
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
-        optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
-        optimizer.step()
-    elif not skip.item():
+    if not skip.item():
         optimizer.step()
 
 
