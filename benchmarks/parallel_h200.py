@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 SECTIONS = {"check": 75, "small": 75, "large": 105, "buckets": 80, "board": 70}
 """Section → seconds it may take. In order of importance: what the time in all does not reach is left out."""
-ENGINES = ("none", "bucketed", "torch-ddp", "zero1", "fsdp", "torch-fsdp2", "in-place", "overlap", "flat", "naive")
+ENGINES = ("none", "bucketed", "torch-ddp", "zero1", "fsdp", "torch-fsdp2", "overlap", "flat", "naive")
 MIB = 1 << 20
 
 
@@ -168,18 +168,14 @@ def difference(engine_name: str, config, truth: dict, device) -> dict:
 
     from groundup.config import ParallelConfig
     from groundup.model import TransformerLM
-    from groundup.parallel.ddp import BucketedDDP
     from groundup.parallel.engine import parallelize
 
     rank = dist.get_rank()
     model = TransformerLM(config)
     model.init_weights(rank)  # rank 0's must win
     model.to(device)
-    if engine_name == "in-place":
-        engine, optimizer = BucketedDDP(model, 0.05, average=False, in_place=True), adamw(model)
-    else:
-        data, kind = ("bucketed", "zero1") if engine_name == "zero1" else (engine_name, "whole")
-        engine, optimizer = parallelize(model, ParallelConfig(data=data, optimizer=kind, bucket_mb=0.05), adamw)
+    data, kind = ("bucketed", "zero1") if engine_name == "zero1" else (engine_name, "whole")
+    engine, optimizer = parallelize(model, ParallelConfig(data=data, optimizer=kind, bucket_mb=0.05), adamw)
     for step, index, ids, targets in batches(config, rank, device):
         count = n_valid(config, step, device)
         if index == 0:
@@ -233,10 +229,7 @@ def buckets(rows: Rows, device, tiny: bool) -> None:
     ours = [{"engine": "bucketed", "bucket_mb": mb} for mb in sizes]
     theirs = [{"engine": "torch-ddp", "bucket_mb": mb} for mb in sizes]
     plain = [{"engine": name} for name in ("none", "overlap", "flat", "naive")]
-    more = [{"engine": "in-place", "bucket_mb": mb} for mb in (100.0, 1000.0)] + [
-        {"engine": "zero1", "bucket_mb": 100.0},
-        {"engine": "bucketed", "bucket_mb": 100.0, "reduce": "bf16"},
-    ]
+    more = [{"engine": "zero1", "bucket_mb": 100.0}, {"engine": "bucketed", "bucket_mb": 100.0, "reduce": "bf16"}]
     steps(rows, device, tiny, "xl", 4, 512, [*plain[:1], *ours, *plain[1:], *theirs, *more])
 
 

@@ -99,24 +99,35 @@ def finishing_inside_no_sync_is_refused():
 
 
 @check
-def gradients_are_views_of_their_bucket_and_stay_when_kept():
+def gradients_stay_where_autograd_put_them():
+    """No copy is made, whether they are kept between steps or dropped; a bucket has several parameters."""
     model = BucketedDDP(line_net(), 0.0002)
     x = torch.randn(4, 5)
-    model(x).sum().backward()
-    model.finish_gradient_synchronization()
-    model.zero_grad()
-    places = []
-    for _ in range(2):
+    for kept in (False, True, True):
+        places: dict[nn.Parameter, int] = {}
+        handles = [
+            p.register_post_accumulate_grad_hook(lambda p, places=places: places.update({p: p.grad.data_ptr()}))
+            for p in model.params
+        ]
         model(x).sum().backward()
         model.finish_gradient_synchronization()
-        for bucket in model.buckets:
-            bases = {id(p.grad._base) for p in bucket.params}
-            assert len(bases) == 1, bucket.params
-        places.append([p.grad.data_ptr() for p in model.params])
-        model.zero_grad(set_to_none=False)
-    assert places[0] == places[1]
+        assert places == {p: p.grad.data_ptr() for p in model.params}
+        for handle in handles:
+            handle.remove()
+        model.zero_grad(set_to_none=not kept)
     assert len(model.buckets) > 1
     assert any(len(bucket.params) > 1 for bucket in model.buckets)
+
+
+@check
+def a_parameter_that_is_not_contiguous_is_reduced():
+    for kind in (NaiveDDP, OverlapDDP, BucketedDDP):
+        net = nn.Linear(5, 3)
+        net.weight = nn.Parameter(torch.ones(5, 3).t())
+        model = kind(net)
+        model(torch.full((1, 5), float(dist.get_rank()))).sum().backward()
+        model.finish_gradient_synchronization()
+        assert torch.equal(net.weight.grad, torch.full((3, 5), (dist.get_world_size() - 1) / 2))
 
 
 @check

@@ -172,7 +172,6 @@ def build(engine: str, net: Net) -> tuple[DataParallel, torch.optim.Optimizer]:
         "flat": lambda: FlatDDP(net),
         "overlap": lambda: OverlapDDP(net),
         "bucketed": lambda: BucketedDDP(net, small),
-        "bucketed in place": lambda: BucketedDDP(net, small, in_place=True),
         "fsdp": lambda: fsdp.FSDP(net),
         "torch-ddp": lambda: TorchDDP(net, small),
         "torch-fsdp2": lambda: TorchFSDP2(net, list(net.layers)),
@@ -200,7 +199,7 @@ def run_cell(engine: str, case: Case) -> dict[str, Any]:
         model.finish_gradient_synchronization()
         norms.append(float(model.clip_grad_norm(case.clip or 1e9)))
         optimizer.step()
-        # Kept gradients (views of buckets) and dropped ones must both work.
+        # Kept gradients and dropped ones must both work.
         optimizer.zero_grad(set_to_none=step % 2 == 0 or case.unused != "" or engine == "zero1")
     if isinstance(optimizer, ShardedOptimizer):
         optimizer.wait()

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from groundup.parallel.ddp import BucketedDDP
+from groundup.parallel.ddp import OverlapDDP
 
-IN_PLACE, INTO = ("all_reduce", "broadcast"), ("all_gather_into_tensor", "reduce_scatter_tensor")
+IN_PLACE, INTO = ("broadcast",), ("all_gather_into_tensor", "reduce_scatter_tensor")
 
 
 class LateWork:
@@ -41,7 +41,7 @@ def late_collectives() -> Generator[None]:
     """Every async_op collective of torch.distributed is late inside; at the end all must have been waited for."""
     log: list[LateWork] = []
     originals = {name: getattr(dist, name) for name in (*IN_PLACE, *INTO)}
-    in_group = BucketedDDP._all_reduce_group
+    all_reduce = OverlapDDP._all_reduce
 
     def in_place(name: str) -> Any:
         def call(tensor: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
@@ -65,18 +65,18 @@ def late_collectives() -> Generator[None]:
 
         return call
 
-    def group(self: BucketedDDP, grads: list[Tensor]) -> LateWork:
-        copies = [grad.clone() for grad in grads]
-        return LateWork(in_group(self, copies), grads, copies, log)
+    def overlapped(self: OverlapDDP, tensors: list[Tensor]) -> LateWork:
+        copies = [tensor.clone() for tensor in tensors]
+        return LateWork(all_reduce(self, copies), tensors, copies, log)
 
     try:
         for name in originals:
             setattr(dist, name, in_place(name) if name in IN_PLACE else into(name))
-        BucketedDDP._all_reduce_group = group
+        OverlapDDP._all_reduce = overlapped
         yield
     finally:
         for name, original in originals.items():
             setattr(dist, name, original)
-        BucketedDDP._all_reduce_group = in_group
+        OverlapDDP._all_reduce = all_reduce
     forgotten = sum(not late.waited for late in log)
     assert not forgotten, f"{forgotten} of {len(log)} collectives were never waited for"

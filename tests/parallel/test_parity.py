@@ -10,7 +10,7 @@ from grid import CASES, run_grid
 from groundup.errors import UserError
 from groundup.parallel.launch import ChildError
 
-OURS = ["naive", "flat", "overlap", "bucketed", "bucketed in place", "zero1", "zero1 after bucketed", "fsdp"]
+OURS = ["naive", "flat", "overlap", "bucketed", "zero1", "zero1 after bucketed", "fsdp"]
 CELLS = [(engine, case) for engine in OURS for case in CASES]
 TORCH = [(engine, case) for engine in ("torch-ddp", "torch-fsdp2") for case in CASES if not CASES[case].late]
 REFUSED = {("torch-ddp", "unused on all"): "not used in producing loss"}

@@ -26,7 +26,6 @@ from groundup.bench.harness import summary
 from groundup.config import ModelConfig, ParallelConfig
 from groundup.model import TransformerLM, count_parameters
 from groundup.optim import parameter_groups
-from groundup.parallel.ddp import BucketedDDP
 from groundup.parallel.engine import parallelize
 from groundup.parallel.launch import spawn
 from groundup.parallel.processes import connect, local_device, this_world
@@ -35,8 +34,8 @@ from groundup.parallel.zero import ShardedOptimizer
 
 Metrics = dict[str, Any]
 
-ENGINES = ("none", "naive", "flat", "overlap", "bucketed", "in-place", "zero1", "fsdp", "torch-ddp", "torch-fsdp2")
-"""none: every rank trains for itself; in-place: buckets whose gradients stay where they are."""
+ENGINES = ("none", "naive", "flat", "overlap", "bucketed", "zero1", "fsdp", "torch-ddp", "torch-fsdp2")
+"""none: every rank trains for itself."""
 
 
 def measure_all_reduce(
@@ -114,8 +113,6 @@ class Subject:
 
         if setting.engine == "none":
             return self.model, adamw(self.model)
-        if setting.engine == "in-place":
-            return BucketedDDP(self.model, setting.bucket_mb, in_place=True), adamw(self.model)
         data, optimizer = ("bucketed", "zero1") if setting.engine == "zero1" else (setting.engine, "whole")
         parallel = ParallelConfig(data, optimizer, setting.bucket_mb, setting.reduce)  # type: ignore[arg-type]
         dtype = torch.bfloat16 if setting.precision == "bf16" else None

@@ -6,7 +6,7 @@ Read in this order:
     agree.py                            what ranks must hold in common before the first collective
     ddp.py                              data parallelism four ways
     flat.py                             parameters side by side, cut into equal shards
-    zero.py, whole.py                   optimizer state sharded: by elements (ZeRO-1), by parameters (also Muon)
+    optimizer.py, zero.py, whole.py     optimizer state sharded: by elements (ZeRO-1), by parameters (also Muon)
     fsdp.py                             weights sharded as well
     torch_engines.py                    PyTorch's DDP and FSDP2 behind the same interface
     engine.py, state.py                 a configuration → an engine; its state as whole named tensors

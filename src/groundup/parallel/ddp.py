@@ -10,6 +10,10 @@ In increasing order of cleverness, one interface:
 An all-reduce of S bytes over W ranks moves 2·(W-1)/W·S bytes through each rank's link, whatever its pieces; pieces cost
 latency, one large piece cannot start before the last gradient. Buckets are between the two (Li et al. 2020).
 
+Rejected: one buffer a bucket with gradients as its views, as torch DDP has it. Autograd hands a new gradient over
+without a copy only where there is none, so either each step moves every gradient into the buffer (8 bytes an element),
+or buffers are kept and zeroed (4 + 12). The backend reduces a group of separate tensors as one operation instead.
+
 What every class promises: parameters and buffers start as rank 0's; a tied parameter is reduced once; a frozen one
 never; a parameter that some ranks did not use counts as zero there, one that no rank used keeps the gradient None, so
 that the optimizer skips it as in one process. Collectives are issued in an order that all ranks share, whatever order
@@ -27,8 +31,10 @@ it would be wrong, never summed twice.
 already divided by the global token count; then gradients must be zeroed between steps).
 """
 
-from collections.abc import Generator, Iterable
+from collections import Counter
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -64,6 +70,7 @@ class DataParallel(nn.Module):
         self.reduce_dtype = reduce_dtype
         self.synchronizing = True
         self.handles: list[Any] = []
+        self._ones: Tensor | None = None
         check_agreement(module, group, timeout)
         self._distribute()
         self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
@@ -104,9 +111,14 @@ class DataParallel(nn.Module):
     def _used(self, here: list[bool]) -> list[bool]:
         """Whether each parameter has a gradient on any rank. Only a rank that lacks some waits for the answer."""
         device = self.params[0].device if self.params else torch.device("cpu")
-        mask = torch.ones(len(here), device=device) if all(here) else torch.tensor(here, dtype=torch.float32).to(device)
+        if all(here):
+            if self._ones is None or len(self._ones) != len(here):
+                self._ones = torch.ones(len(here), device=device)
+            dist.all_reduce(self._ones, dist.ReduceOp.MAX, group=self.group)  # the largest stays 1
+            return here
+        mask = torch.tensor(here, dtype=torch.float32).to(device)
         dist.all_reduce(mask, dist.ReduceOp.MAX, group=self.group)
-        return here if all(here) else [used > 0 for used in mask.tolist()]
+        return [used > 0 for used in mask.tolist()]
 
     def _to_reduce(self) -> list[Tensor]:
         """The gradient of every parameter that any rank used, zero where this rank did not."""
@@ -128,10 +140,15 @@ class NaiveDDP(DataParallel):
     def finish_gradient_synchronization(self) -> None:
         self._must_synchronize()
         for grad in self._to_reduce():
-            wire = grad if self.reduce_dtype is None else grad.to(self.reduce_dtype)
+            wire = on_wire(grad, self.reduce_dtype)
             dist.all_reduce(wire, self.op, group=self.group)
             if wire is not grad:
                 grad.copy_(wire)
+
+
+def on_wire(grad: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The gradient as backends take it: contiguous, in the type that travels (None: its own)."""
+    return grad.to(dtype or grad.dtype, memory_format=torch.contiguous_format)
 
 
 class FlatDDP(DataParallel):
@@ -155,37 +172,95 @@ def all_reduce_flat(tensors: Iterable[Tensor], op: Any, dtype: torch.dtype | Non
         torch._foreach_copy_(same, [piece.view_as(t) for piece, t in zip(pieces, same, strict=True)])
 
 
+class HookedDDP(DataParallel):
+    """What the engines share that reduce during backward: hooks count gradients, full buckets leave in their order.
+
+    A hook runs once a parameter and step in the thread that launches backward's kernels, so it does next to nothing.
+    """
+
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any):
+        super().__init__(module, *args, **kwargs)
+        self.buckets: Sequence[Any] = []
+        """Each has `params` and `waiting`, the number of gradients still to come in this backward."""
+        self._home: list[Any] = []
+        """The bucket of each parameter, by its number in `params`; None: somebody else's."""
+        self._sizes: list[int] = []
+        self._arrived: dict[int, None] = {}
+        """Numbers of the parameters whose gradients came, in their order."""
+        self._next = 0
+        """The first bucket not launched yet."""
+        for number, p in enumerate(self.params):
+            self.handles.append(p.register_post_accumulate_grad_hook(partial(self._on_gradient, number)))
+
+    def _set_buckets(self, buckets: Sequence[Any]) -> None:
+        home = {p: bucket for bucket in buckets for p in bucket.params}
+        self._home = [home.get(p) for p in self.params]
+        sizes = Counter(map(id, self._home))
+        self._sizes = [sizes[id(bucket)] for bucket in buckets]
+        self.buckets = buckets
+        self._restart()
+
+    def _restart(self) -> None:
+        """Before the next backward that reduces."""
+        for bucket, size in zip(self.buckets, self._sizes, strict=True):
+            bucket.waiting = size
+        self._arrived.clear()
+        self._next = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._next and self.synchronizing:
+            raise RuntimeError("call finish_gradient_synchronization() after backward, before the next forward")
+        return super().forward(*args, **kwargs)
+
+    def _on_gradient(self, number: int, _: Tensor) -> None:
+        """Called by autograd when the gradient of a parameter is complete."""
+        if not self.synchronizing:
+            return
+        bucket = self._home[number]
+        if bucket is None:
+            return
+        if number in self._arrived:
+            raise RuntimeError(
+                f"a second backward reached {self.names[self.params[number]]} before finish_gradient_synchronization():"
+                " its gradient is being reduced already; put every backward but the last of a step into no_sync()"
+            )
+        self._arrived[number] = None
+        bucket.waiting -= 1
+        if bucket.waiting == 0:
+            self._launch_ready()
+
+    def _launch_ready(self, all_of_them: bool = False) -> None:
+        """Launch the next buckets while they are full."""
+        buckets, index = self.buckets, self._next
+        while index < len(buckets) and (all_of_them or buckets[index].waiting == 0):
+            self._launch(index)
+            index += 1
+        self._next = index
+
+    def _launch(self, index: int) -> None:
+        """Start the reduction of bucket `index`; gradients that are missing count as zero."""
+        raise NotImplementedError
+
+
 class Bucket:
     """Parameters whose gradients travel together."""
 
     def __init__(self, params: list[nn.Parameter]):
-        self.params = params
-        self.waiting = len(params)
-        """Gradients still to come in this backward."""
+        self.params, self.waiting = params, len(params)
         self.work: Any = None
-        self.flat: Tensor | None = None
+        self.grads: list[Tensor] = []
+        self.wire: list[Tensor] = []
+        """What travels: the gradients, or their copies in another type."""
 
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """The parts of `flat` that belong to each parameter, in the parameter's shape."""
-        parts = flat.split([p.numel() for p in self.params])
-        return [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
-
-    def flat_of_views(self) -> Tensor | None:
-        """The buffer that all gradients still are views of (zero_grad kept them), or None."""
-        first = self.params[0].grad
-        base = None if first is None else first._base
-        if base is None or base.numel() != sum(p.numel() for p in self.params):
-            return None
-        offset = 0
-        for p in self.params:
-            grad = p.grad
-            if grad is None or grad._base is not base or grad.storage_offset() != offset or not grad.is_contiguous():
-                return None
-            offset += p.numel()
-        return base
+    def wait(self) -> None:
+        """The gradients are reduced, in the order of the current stream."""
+        self.work.wait()
+        if self.wire is not self.grads:
+            torch._foreach_copy_(self.grads, self.wire)
+        self.work, self.grads, self.wire = None, [], []
 
 
-class OverlapDDP(DataParallel):
+class OverlapDDP(HookedDDP):
     """One asynchronous all-reduce a parameter, launched by a hook as soon as the gradient is there.
 
     The order of launches is fixed: reverse registration in the first step, then the order in which rank 0's backward
@@ -194,82 +269,56 @@ class OverlapDDP(DataParallel):
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any):
         super().__init__(module, *args, **kwargs)
-        self.buckets: list[Bucket] = []
-        self._home: dict[nn.Parameter, Bucket] = {}
-        self._arrived: dict[nn.Parameter, None] = {}
-        self._next = 0
-        """The first bucket not launched yet."""
+        self._backend: Any = self.group or dist.group.WORLD
+        one: Any = dist.AllreduceOptions()
+        several: Any = dist.AllreduceCoalescedOptions()
+        for options in (one, several):
+            options.reduceOp, options.asyncOp = self.op, True
+        self._one, self._several = one, several
         self._observed = False
         self._make_buckets(self.params[::-1])
-        self.handles += [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self.params]
 
     def _partition(self, order: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         return [[p] for p in order]
 
     def _make_buckets(self, order: list[nn.Parameter]) -> None:
-        self.buckets = [Bucket(params) for params in self._partition(order)]
-        self._home = {p: bucket for bucket in self.buckets for p in bucket.params}
+        self._set_buckets([Bucket(params) for params in self._partition(order)])
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._next and self.synchronizing:
-            raise RuntimeError("call finish_gradient_synchronization() after backward, before the next forward")
-        return super().forward(*args, **kwargs)
+    def _launch(self, index: int) -> None:
+        bucket = self.buckets[index]
+        for p in bucket.params:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        bucket.grads = bucket.wire = grads = [p.grad for p in bucket.params]
+        if self.reduce_dtype is not None or not all(grad.is_contiguous() for grad in grads):
+            bucket.wire = [on_wire(grad, self.reduce_dtype) for grad in grads]
+        bucket.work = self._all_reduce(bucket.wire)
 
-    def _on_gradient(self, p: nn.Parameter) -> None:
-        """Called by autograd when p.grad is complete."""
-        if not self.synchronizing:
-            return
-        bucket = self._home[p]
-        if p in self._arrived:
-            raise RuntimeError(
-                f"a second backward reached {self.names[p]} before finish_gradient_synchronization(): its gradient is "
-                "being reduced already; put every backward but the last of a step into no_sync()"
-            )
-        self._arrived[p] = None
-        bucket.waiting -= 1
-        while self._next < len(self.buckets) and self.buckets[self._next].waiting == 0:
-            self._launch(self.buckets[self._next])
-            self._next += 1
-
-    @torch.no_grad()
-    def _launch(self, bucket: Bucket) -> None:
-        (p,) = bucket.params
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        bucket.flat = p.grad if self.reduce_dtype is None else p.grad.to(self.reduce_dtype)
-        bucket.work = dist.all_reduce(bucket.flat, self.op, group=self.group, async_op=True)
-
-    def _landed(self, bucket: Bucket) -> None:
-        """The reduction of `bucket` is done: bring it home where it travelled in another type."""
-        (p,) = bucket.params
-        if bucket.flat is not p.grad and bucket.flat is not None:
-            cast(Tensor, p.grad).copy_(bucket.flat)
+    def _all_reduce(self, tensors: list[Tensor]) -> Any:
+        """Several as one operation. The backend's own call: torch.distributed's checks cost more than the launch."""
+        if len(tensors) == 1:
+            return self._backend.allreduce(tensors, self._one)
+        return self._backend.allreduce_coalesced(tensors, self._several)
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         self._must_synchronize()
         here = [p.grad is not None for p in self.params]
-        for bucket in self.buckets[self._next :]:  # whose gradients did not all come
-            self._launch(bucket)
+        self._launch_ready(all_of_them=True)
         used = self._used(here)
         for bucket in self.buckets:
-            bucket.work.wait()
-            self._landed(bucket)
-            bucket.work = bucket.flat = None
-            bucket.waiting = len(bucket.params)
+            bucket.wait()
         for p, is_used in zip(self.params, used, strict=True):
             if not is_used:
                 p.grad = None
         if not self._observed:
             self._observe()
-        self._arrived.clear()
-        self._next = 0
+        self._restart()
 
     def _observe(self) -> None:
         """Make the buckets anew in the order of rank 0's first backward; what it did not use comes last."""
-        number = {p: i for i, p in enumerate(self.params)}
-        rest = [p for p in reversed(self.params) if p not in self._arrived]
-        order = torch.tensor([number[p] for p in [*self._arrived, *rest]], dtype=torch.int64)
+        rest = [number for number in reversed(range(len(self.params))) if number not in self._arrived]
+        order = torch.tensor([*self._arrived, *rest], dtype=torch.int64)
         if self.params:
             order = order.to(self.params[0].device)
             source = dist.get_global_rank(self.group, 0) if self.group is not None else 0
@@ -279,65 +328,20 @@ class OverlapDDP(DataParallel):
 
 
 class BucketedDDP(OverlapDDP):
-    """One asynchronous all-reduce a bucket.
+    """One asynchronous group of all-reduces a bucket; gradients stay where autograd put them, and nothing is copied.
 
     A bucket holds consecutive parameters of one dtype and at most `bucket_mb` MiB (a larger parameter is alone in its
-    own; None: one bucket a dtype). When its last gradient is there they are moved into one buffer by one launch and
-    become views of it, so that nothing is copied back; gradients that are views already (zero_grad(set_to_none=False))
-    are not moved at all. The buffer lives from then until the gradients are set to None, so a forward pass has its
-    memory. Zeroing kept views instead would cost more traffic than the move: 4 + 12 bytes an element against 8.
-
-    `in_place=True` makes no buffer: the backend reduces the separate gradients as one group of collectives.
+    own; None: one bucket a dtype).
     """
 
-    def __init__(
-        self, module: nn.Module, bucket_mb: float | None = 50.0, *args: Any, in_place: bool = False, **kwargs: Any
-    ):
+    def __init__(self, module: nn.Module, bucket_mb: float | None = 50.0, *args: Any, **kwargs: Any):
         if bucket_mb is not None and not bucket_mb > 0:
             raise ValueError(f"bucket_mb is {bucket_mb}; it must be positive, or None for one bucket")
         self.bucket_bytes = None if bucket_mb is None else bucket_mb * MB
-        self.in_place = in_place
         super().__init__(module, *args, **kwargs)
 
     def _partition(self, order: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         return partition(order, self.bucket_bytes)
-
-    @torch.no_grad()
-    def _launch(self, bucket: Bucket) -> None:
-        if self.in_place and self.reduce_dtype is None:
-            for p in bucket.params:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            bucket.work = self._all_reduce_group([cast(Tensor, p.grad) for p in bucket.params])
-            return
-        bucket.flat = None if self.reduce_dtype else bucket.flat_of_views()
-        if bucket.flat is None:
-            bucket.flat = self._gathered(bucket)
-        bucket.work = dist.all_reduce(bucket.flat, self.op, group=self.group, async_op=True)
-
-    def _gathered(self, bucket: Bucket) -> Tensor:
-        """The gradients in one new buffer, zero for a missing one; without a wire type they become its views."""
-        first = bucket.params[0]
-        flat = torch.empty(
-            sum(p.numel() for p in bucket.params), dtype=self.reduce_dtype or first.dtype, device=first.device
-        )
-        views = bucket.views(flat)
-        copy_or_zero(views, [p.grad for p in bucket.params])
-        for p, view in zip(bucket.params, views, strict=True):
-            if self.reduce_dtype is None:
-                p.grad = view
-            elif p.grad is None:
-                p.grad = torch.zeros_like(p)
-        return flat
-
-    def _all_reduce_group(self, grads: list[Tensor]) -> Any:
-        options: Any = dist.AllreduceCoalescedOptions()
-        options.reduceOp = self.op
-        group: Any = self.group or dist.group.WORLD
-        return group.allreduce_coalesced(grads, options)
-
-    def _landed(self, bucket: Bucket) -> None:
-        if self.reduce_dtype is not None and bucket.flat is not None:
-            torch._foreach_copy_([cast(Tensor, p.grad) for p in bucket.params], bucket.views(bucket.flat))
 
 
 def partition(order: Iterable[nn.Parameter], limit: float | None) -> list[list[nn.Parameter]]:
@@ -356,14 +360,3 @@ def partition(order: Iterable[nn.Parameter], limit: float | None) -> list[list[n
         open_[key] = [*held, p]
     position = {p: i for i, p in enumerate(order)}
     return sorted([*closed, *open_.values()], key=lambda params: position[params[-1]])
-
-
-def copy_or_zero(targets: list[Tensor], sources: list[Tensor | None]) -> None:
-    """Copy each source to its target in one launch; zero the targets of missing ones."""
-    pairs = list(zip(targets, sources, strict=True))
-    present = [(target, source) for target, source in pairs if source is not None]
-    if present:
-        torch._foreach_copy_([target for target, _ in present], [source for _, source in present])
-    missing = [target for target, source in pairs if source is None]
-    if missing:
-        torch._foreach_zero_(missing)

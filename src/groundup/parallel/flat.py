@@ -7,6 +7,7 @@ one parameter is a piece, a slice of the flattened parameter, possibly empty. Pa
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,16 +25,16 @@ class Layout:
     shapes: tuple[torch.Size, ...]
     world_size: int
 
-    @property
+    @cached_property
     def numels(self) -> list[int]:
         return [shape.numel() for shape in self.shapes]
 
-    @property
+    @cached_property
     def shard(self) -> int:
         """Elements a rank owns, padding included."""
         return -(-sum(self.numels) // (self.world_size * ALIGN)) * ALIGN
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Elements of the line, padding included."""
         return self.shard * self.world_size
@@ -42,6 +43,16 @@ class Layout:
         """The parameters inside a whole line, each in its shape."""
         parts = line[: sum(self.numels)].split(self.numels)
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def fill(self, line: Tensor, tensors: Sequence[Tensor | None]) -> None:
+        """Copy the tensors to their places in a whole line, in one launch (None: zeros); the padding stays."""
+        places = line[: sum(self.numels)].split(self.numels)
+        pairs = list(zip(places, tensors, strict=True))
+        present = [place for place, tensor in pairs if tensor is not None]
+        if present:
+            torch._foreach_copy_(present, [tensor.reshape(-1) for tensor in tensors if tensor is not None])
+        if len(present) < len(pairs):
+            torch._foreach_zero_([place for place, tensor in pairs if tensor is None])
 
     def slices(self, rank: int) -> list[tuple[int, int]]:
         """[start, stop) within each flattened parameter of what `rank` owns."""
@@ -67,11 +78,11 @@ class Line:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.layout = Layout(tuple(shapes), self.world_size)
         self.slices = self.layout.slices(self.rank)
+        self._lengths = [stop - start for start, stop in self.slices]
 
     def split_shard(self, shard: Tensor) -> list[Tensor]:
         """The pieces inside this rank's shard, 1-D, one for each parameter."""
-        lengths = [stop - start for start, stop in self.slices]
-        return list(shard[: sum(lengths)].split(lengths))
+        return list(shard[: sum(self._lengths)].split(self._lengths))
 
     def cut(self, index: int, whole: Tensor) -> Tensor:
         """This rank's piece of a whole tensor that has the shape of parameter `index`."""
@@ -88,6 +99,21 @@ class Line:
         line = torch.empty(self.layout.total, dtype=dtype, device=device)
         dist.all_gather_into_tensor(line, shard, group=self.group)
         return self.layout.views(line)
+
+    @torch.no_grad()
+    def reduce_scatter(
+        self, params: Sequence[nn.Parameter], dtype: torch.dtype, op: Any, group: Any = None
+    ) -> tuple[Any, Tensor]:
+        """Launch the reduction of their gradients, which are given up; a missing one counts as zero.
+
+        Returns (work, this rank's shard in `dtype`); its padding is undefined.
+        """
+        whole = torch.empty(self.layout.total, dtype=dtype, device=params[0].device)
+        self.layout.fill(whole, [p.grad for p in params])
+        for p in params:
+            p.grad = None
+        shard = whole.new_empty(self.layout.shard)
+        return dist.reduce_scatter_tensor(shard, whole, op, group=group, async_op=True), shard
 
 
 def gathered_state(

@@ -34,12 +34,14 @@ from torch import Tensor, nn
 
 from groundup.model import Embedding, Linear
 from groundup.parallel.agree import START_TIMEOUT
-from groundup.parallel.ddp import DataParallel, all_reduce_flat, copy_or_zero
+from groundup.parallel.ddp import DataParallel, all_reduce_flat
 from groundup.parallel.flat import Line
-from groundup.parallel.zero import IN_FLIGHT, clip_shards
+from groundup.parallel.zero import clip_shards
 
 LAYERS = (Linear, Embedding, nn.Linear, nn.Embedding)
 """The layers whose parameters are sharded."""
+IN_FLIGHT = 2
+"""Reductions whose whole gradients may be held at once; the older ones are waited for, which frees theirs."""
 
 
 @dataclass(frozen=True)
@@ -157,16 +159,9 @@ class Unit(Line):
         self.line.untyped_storage().resize_(0)
         self.is_whole = False
 
-    @torch.no_grad()
     def scatter(self, op: Any, dtype: torch.dtype | None, group: Any) -> None:
         """Launch the reduce-scatter of the gradients, zero where this rank has none; the weights are freed."""
-        whole = torch.empty(self.layout.total, dtype=dtype or self.shard.dtype, device=self.shard.device)
-        copy_or_zero(self.layout.views(whole), [p.grad for p in self.full])
-        whole[sum(self.layout.numels) :].zero_()
-        for p in self.full:
-            p.grad = None
-        out = whole.new_empty(self.layout.shard)
-        self._scattering = dist.reduce_scatter_tensor(out, whole, op, group=group, async_op=True), out
+        self._scattering = self.reduce_scatter(self.full, dtype or self.shard.dtype, op, group)
         self.is_scattered = True
         if len(self.trainable) == len(self.full):
             self.free()  # a frozen weight may be read after the last gradient has come: it stays until the pass ends

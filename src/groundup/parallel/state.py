@@ -14,11 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from groundup.parallel.flat import cut_state, gathered_state
 from groundup.parallel.fsdp import FSDP, Unit
+from groundup.parallel.optimizer import DistributedOptimizer, load_pieces
 from groundup.parallel.torch_engines import TorchFSDP2, like
-from groundup.parallel.whole import WholeParameterOptimizer
-from groundup.parallel.zero import ShardedOptimizer, load_pieces
-
-Sharded = (ShardedOptimizer, WholeParameterOptimizer)
 
 
 def whole_weights(engine: nn.Module, model: nn.Module, keep: bool = True) -> dict[str, Tensor]:
@@ -39,7 +36,7 @@ def whole_state(
         pieces = {piece for unit in engine.units for piece in unit.pieces}
         entries = dict(gathered_state(engine.units, optimizer.state, engine.group, keep))
         entries |= {p: optimizer.state[p] for p in names if p not in pieces and p in optimizer.state}
-    elif isinstance(optimizer, Sharded):
+    elif isinstance(optimizer, DistributedOptimizer):
         entries = dict(optimizer.gathered_state(keep))
     else:
         entries = {p: optimizer.state[p] for p in names if p in optimizer.state}
@@ -91,7 +88,7 @@ def load_state(
         elif isinstance(p, DTensor) and value.ndim:
             value = like(p, value)
         entries.setdefault(p, {})[key] = value if value.ndim else _count(optimizer, value)
-    if isinstance(optimizer, Sharded):
+    if isinstance(optimizer, DistributedOptimizer):
         optimizer.load_state(entries)
     else:
         load_pieces(optimizer, entries)

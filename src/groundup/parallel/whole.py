@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from groundup.parallel.agree import check_same
 from groundup.parallel.flat import on_cpu
-from groundup.parallel.zero import defaults_of, load_pieces, options_of, pass_options
+from groundup.parallel.optimizer import DistributedOptimizer, load_pieces
 
 
 def element_cost(p: Tensor, _: dict[str, Any]) -> float:
@@ -32,10 +31,10 @@ def muon_cost(p: Tensor, group: dict[str, Any]) -> float:
     return 2.0 * (2 * m * m * n + m**3) * group["steps"]
 
 
-class WholeParameterOptimizer(torch.optim.Optimizer):
+class WholeParameterOptimizer(DistributedOptimizer):
     """`optimizer_cls` over the parameters that this rank owns; used like the plain optimizer, by all ranks alike.
 
-    Gradients must be reduced already (any class of ddp.py). `state_dict` is a collective and holds the whole state.
+    Gradients must be reduced already (any class of ddp.py).
     """
 
     def __init__(
@@ -52,42 +51,16 @@ class WholeParameterOptimizer(torch.optim.Optimizer):
         self.owner: dict[nn.Parameter, int] = {}
         self.load = [0.0] * self.world_size
         """What each rank has to do, in units of `cost`."""
-        self.inner: Any = None
-        self._own: list[dict[str, Any]] = []
-        """The parameter groups of the optimizer inside, until it is there."""
-        super().__init__(params, defaults_of(optimizer_cls, kwargs))
-        self.inner = optimizer_cls(self._own, **kwargs)
+        super().__init__(params, optimizer_cls, kwargs)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group on every rank alike; its parameters are dealt out. Raises DisagreementError otherwise."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        params = group["params"]
-        check_same([[str(i), list(p.shape), str(p.dtype), True] for i, p in enumerate(params)], "parameter", self.group)
+    def _own_part(self, params: list[nn.Parameter], group: dict[str, Any]) -> list[nn.Parameter]:
         for p in sorted(params, key=lambda p: -self.cost(p, group)):
             owner = min(range(self.world_size), key=lambda rank: self.load[rank])
             self.owner[p] = owner
             self.load[owner] += self.cost(p, group)
-        own = {**options_of(group), "params": [p for p in params if self.owner[p] == self.rank]}
-        if self.inner is None:
-            self._own.append(own)
-        else:
-            self.inner.add_param_group(own)
+        return [p for p in params if self.owner[p] == self.rank]
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Update what this rank owns, then exchange; returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        pass_options(self.param_groups, self.inner.param_groups)
-        self.inner.step(**kwargs)
-        pass_options(self.inner.param_groups, self.param_groups)
-        self._exchange()
-        return loss
-
-    def _exchange(self) -> None:
+    def _after_step(self) -> None:
         """Broadcast every rank's parameters, in one buffer a rank and dtype."""
         under_way = []
         for rank in range(self.world_size):
@@ -110,7 +83,6 @@ class WholeParameterOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def gathered_state(self, keep: bool = True) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
-        """(parameter, its state on the CPU) of every parameter that has any; a collective, one tensor at a time."""
         params = list(self.owner)
         mine = [
             {k: (v.dtype, tuple(v.shape)) if is_large(v) else on_cpu(v) for k, v in self.inner.state.get(p, {}).items()}
@@ -132,22 +104,7 @@ class WholeParameterOptimizer(torch.optim.Optimizer):
             if whole:
                 yield p, whole if keep else {}
 
-    def state_dict(self) -> dict[str, Any]:
-        """The plain optimizer's state_dict, tensors on the CPU. Every rank must call it."""
-        number = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        groups = [{**options_of(g), "params": [number[p] for p in g["params"]]} for g in self.param_groups]
-        return {"state": {number[p]: entry for p, entry in self.gathered_state()}, "param_groups": groups}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state of a plain optimizer, or of this class at any world size."""
-        groups, state = state_dict["param_groups"], state_dict["state"]
-        saved = [i for group in groups for i in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        self.load_state({p: state[i] for p, i in zip(params, saved, strict=True) if i in state})
-        pass_options(groups, self.param_groups)
-
     def load_state(self, state: dict[nn.Parameter, dict[str, Any]]) -> None:
-        """Take whole states by parameter; this rank keeps those that it owns."""
         load_pieces(self.inner, {p: entry for p, entry in state.items() if self.owner[p] == self.rank})
 
 

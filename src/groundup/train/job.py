@@ -16,8 +16,8 @@ from groundup.model import TransformerLM, count_parameters
 from groundup.optim import clip_grad_norm, describe_groups, make_optimizer
 from groundup.parallel.ddp import DataParallel
 from groundup.parallel.engine import materialiser, parallelize
+from groundup.parallel.optimizer import DistributedOptimizer
 from groundup.parallel.processes import local_device
-from groundup.parallel.state import Sharded
 from groundup.parallel.zero import ShardedDDP, ShardedOptimizer
 from groundup.train.batches import Batch, read_batch
 from groundup.train.device import AUTOCAST, autocast, cast_weights, concrete, describe, prepared, set_matmul_precision
@@ -90,7 +90,7 @@ class Job:
     @property
     def is_sharded(self) -> bool:
         """Whether this process lacks some weights or some of the optimizer's state."""
-        return not self.has_whole_weights or isinstance(self.optimizer, Sharded)
+        return not self.has_whole_weights or isinstance(self.optimizer, DistributedOptimizer)
 
     def read(self, step: int) -> Batch:
         """This rank's batch of a step."""

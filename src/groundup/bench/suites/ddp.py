@@ -15,7 +15,7 @@ from groundup.bench.precision import dtype_name
 from groundup.bench.sweep import resolve_device
 from groundup.config import SIZES, size
 
-BUCKETS = ("bucketed", "in-place", "zero1", "torch-ddp")
+BUCKETS = ("bucketed", "zero1", "torch-ddp")
 """Engines that a bucket size means something to."""
 
 
@@ -29,7 +29,7 @@ class Options(SweepOptions):
     size: str = "small"
     """Named model sizes."""
     engine: str = "none,naive,flat,overlap,bucketed,torch-ddp"
-    """none, naive, flat, overlap, bucketed, in-place, zero1, fsdp, torch-ddp, torch-fsdp2."""
+    """none, naive, flat, overlap, bucketed, zero1, fsdp, torch-ddp, torch-fsdp2."""
     bucket_mb: str = "1,10,100,1000"
     """Bucket sizes in MiB, for the engines that have buckets."""
     processes: str = ""

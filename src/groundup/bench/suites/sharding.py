@@ -21,7 +21,7 @@ class Options(SweepOptions):
     size: str = "small"
     """Named model sizes."""
     engine: str = "bucketed,zero1,fsdp,torch-fsdp2"
-    """none, naive, flat, overlap, bucketed, in-place, zero1, fsdp, torch-ddp, torch-fsdp2."""
+    """none, naive, flat, overlap, bucketed, zero1, fsdp, torch-ddp, torch-fsdp2."""
     processes: str = ""
     """Numbers of processes on this machine; empty: all GPUs (2 on a CPU)."""
     batch: str = "4"
