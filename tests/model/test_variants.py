@@ -254,6 +254,8 @@ def test_kernels_on_the_gpu(attention: str, kernels: str, changes: dict[str, Any
     torch.testing.assert_close(ours, theirs, rtol=5e-3, atol=0)
     for got, want in zip(gradients, expected, strict=True):
         assert (got - want).norm() < 0.05 * want.norm()
+    if kernels != "auto":
+        return  # compiled, auto is the same as loss, and a compilation takes seconds
     compiled, again = loss_and_gradients(torch.compile(model, fullgraph=True), ids)
     assert compiled.isfinite()
     assert all(g.isfinite().all() for g in again)
