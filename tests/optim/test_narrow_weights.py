@@ -37,6 +37,26 @@ def test_master_weights_are_a_float32_run(kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_group_with_master_weights_is_one_update(kind: str, monkeypatch: pytest.MonkeyPatch):
+    shapes = [(16, 24), (8, 8), (24, 3)]
+    narrow, wide = ([pair(dtype, shape) for shape in shapes] for dtype in (torch.bfloat16, torch.float32))
+    a, b = KINDS[kind](narrow, lr=1e-4), KINDS[kind](wide, lr=1e-4)
+    calls, update = [], a.update
+    monkeypatch.setattr(a, "update", lambda columns, *rest: calls.append(len(columns[0])) or update(columns, *rest))
+    for step in range(4):
+        for params in (narrow, wide):
+            for p in params:
+                generator = torch.Generator().manual_seed(step + p.numel())
+                p.grad = torch.randn(p.shape, generator=generator).bfloat16().to(p.dtype)
+        a.step()
+        b.step()
+    assert calls == [3] * 4
+    for p, q in zip(narrow, wide, strict=True):
+        assert torch.equal(a.state[p]["master"], q)
+        assert torch.equal(p, q.bfloat16())
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_stochastic_rounding_follows_a_float32_run_on_average(kind: str):
     wide = pair(torch.float32)
     steps(wide, KINDS[kind]([wide], lr=1e-3), 0, 40)

@@ -38,19 +38,19 @@ def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], value: float, where
     real = training_step
     calls = []
 
-    def poisoned(job, batch, lr, limit):
+    def poisoned(job, batch, *rest):
         calls.append(1)
         bad = len(calls) in steps
         if not bad:
-            return real(job, batch, lr, limit)
+            return real(job, batch, *rest)
         if where == "loss":
             forward = job.forward
             changed = replace(job, forward=lambda *args, **kwargs: forward(*args, **kwargs) * value)
-            return real(changed, batch, lr, limit)
+            return real(changed, batch, *rest)
         weight = next(job.model.parameters())
         hook = weight.register_hook(lambda grad: grad * value)
         try:
-            return real(job, batch, lr, limit)
+            return real(job, batch, *rest)
         finally:
             hook.remove()
 

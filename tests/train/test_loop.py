@@ -74,6 +74,20 @@ def test_accumulation_equals_one_big_batch(dtype: torch.dtype, tolerance: float,
     torch.testing.assert_close(grads_a, grads_b, rtol=tolerance, atol=tolerance)
 
 
+def test_the_hosts_work_comes_between_backward_and_the_optimizer(tokens: Path):
+    """A GPU is busy then, and the host would only wait for the step's flag."""
+    job, seen = build(tiny_config(tokens)), []
+    before = [p.detach().clone() for p in job.model.parameters()]
+
+    def look() -> None:
+        same = all(torch.equal(p, old) for p, old in zip(job.model.parameters(), before, strict=True))
+        seen.append(same and all(p.grad is not None for p in job.model.parameters()))
+
+    training_step(job, job.read(1), 1e-3, meanwhile=look)
+    assert seen == [True]
+    assert not any(torch.equal(p, old) for p, old in zip(job.model.parameters(), before, strict=True))
+
+
 def test_a_run_equals_a_plain_torch_loop(tokens: Path, tmp_path: Path):
     """Three steps against torch's own AdamW, clipping and cross entropy, over whole batches."""
     config = tiny_config(tokens, steps=3, grad_accumulation=2, eval_every=0, optim={"grad_clip": 0.5})

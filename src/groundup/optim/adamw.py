@@ -3,7 +3,7 @@
 Decay comes before the step, as in PyTorch; state a parameter: `step` (int), `exp_avg`, `exp_avg_sq` (as the parameter).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import sqrt
 from typing import Any
 
@@ -80,21 +80,39 @@ class AdamW(Optimizer):
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
 
-    def update(self, columns: list[list[Tensor]], step: int, group: dict[str, Any]) -> None:
-        adamw_step(columns, step, group)
+    def update(
+        self, columns: list[list[Tensor]], step: int, group: dict[str, Any], copies: Sequence[Tensor] = ()
+    ) -> None:
+        adamw_step(columns, step, group, copies)
 
 
-def adamw_step(columns: list[list[Tensor]], step: int, group: dict[str, Any]) -> None:
-    """Step `step` of a group: columns are weights, gradients, exp_avg, exp_avg_sq. The back-end is chosen here."""
+def adamw_step(columns: list[list[Tensor]], step: int, group: dict[str, Any], copies: Sequence[Tensor] = ()) -> None:
+    """Step `step` of a group: columns are weights, gradients, exp_avg, exp_avg_sq. The back-end is chosen here.
+
+    copies: bf16 tensors that receive the new weights, rounded.
+    """
     settings = (group["lr"], group["betas"], group["eps"], group["weight_decay"])
     p, grad, exp_avg, exp_avg_sq = columns
-    if p[0].is_cuda:
-        plain = all(x.dtype == torch.float32 and x.is_contiguous() for column in columns for x in column)
-        many = adamw_kernel if HAS_TRITON and plain else adamw_update_many
-        many(p, grad, exp_avg, exp_avg_sq, step, *settings)
+    if HAS_TRITON and p[0].is_cuda and _suits_kernel(columns, copies):
+        adamw_kernel(p, grad, exp_avg, exp_avg_sq, step, *settings, copies)
         return
-    for tensors in zip(p, grad, exp_avg, exp_avg_sq, strict=True):
-        adamw_update(*tensors, step, *settings)
+    grad = [g.to(weight.dtype) for g, weight in zip(grad, p, strict=True)]
+    if p[0].is_cuda:
+        adamw_update_many(p, grad, exp_avg, exp_avg_sq, step, *settings)
+    else:
+        for tensors in zip(p, grad, exp_avg, exp_avg_sq, strict=True):
+            adamw_update(*tensors, step, *settings)
+    if copies:
+        torch._foreach_copy_(list(copies), p)
+
+
+def _suits_kernel(columns: list[list[Tensor]], copies: Sequence[Tensor]) -> bool:
+    """float32 but for the gradients of masters, which are bf16; all contiguous."""
+    p, grad, *moments = columns
+    dtype = torch.bfloat16 if copies else torch.float32
+    types = all(x.dtype == torch.float32 for column in (p, *moments) for x in column)
+    contiguous = all(x.is_contiguous() for column in (*columns, copies) for x in column)
+    return types and contiguous and all(g.dtype == dtype for g in grad)
 
 
 def check_settings(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:

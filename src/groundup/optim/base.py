@@ -11,10 +11,11 @@ is computed in float32 and rounded up with the probability of its distance from 
 et al. 2015). The random bits are a function of (seed, step, place in the optimizer): a resumed run rounds alike, and so
 do all ranks of a data-parallel one, without any state.
 
-Narrow parameters are taken one at a time, so the float32 temporaries are those of the largest one.
+Rounded stochastically, parameters are taken one at a time, so the float32 temporaries are those of the largest one.
+With master weights a group is one update, as in float32: the kernel reads bf16 gradients and writes the copies.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import Any, cast
 
@@ -36,8 +37,13 @@ class Optimizer(torch.optim.Optimizer):
         """Names of the tensors that the state of a group's parameters holds."""
         raise NotImplementedError
 
-    def update(self, columns: list[list[Tensor]], step: int, group: dict[str, Any]) -> None:
-        """Step number `step` (from 1), in place: `columns` are weights, gradients, then each of `moments`."""
+    def update(
+        self, columns: list[list[Tensor]], step: int, group: dict[str, Any], copies: Sequence[Tensor] = ()
+    ) -> None:
+        """Step number `step` (from 1), in place: `columns` are weights, gradients, then each of `moments`.
+
+        copies: bf16 tensors that receive the new weights, rounded; the gradients may be bf16 then.
+        """
         raise NotImplementedError
 
     @torch.no_grad()
@@ -52,14 +58,21 @@ class Optimizer(torch.optim.Optimizer):
             for step, params in self._by_step(group).items():
                 wide = [p for p in params if p.dtype not in NARROW]
                 if wide:
-                    names = self.moments(group)
-                    states = [[self.state[p][name] for p in wide] for name in names]
-                    self.update([wide, [cast(Tensor, p.grad) for p in wide], *states], step, group)
-                for p in params:
-                    if p.dtype in NARROW:
-                        self._update_narrow(p, step, group, place)
-                        place += 1
+                    self.update([wide, *self._gradients_and_moments(wide, group)], step, group)
+                narrow = [p for p in params if p.dtype in NARROW]
+                mastered = [p for p in narrow if MASTER in self.state[p]]
+                if mastered:
+                    masters = [self.state[p][MASTER] for p in mastered]
+                    self.update([masters, *self._gradients_and_moments(mastered, group)], step, group, mastered)
+                for index, p in enumerate(narrow, place):
+                    if MASTER not in self.state[p]:
+                        self._update_by_chance(p, step, group, index)
+                place += len(narrow)
         return loss
+
+    def _gradients_and_moments(self, params: list[Tensor], group: dict[str, Any]) -> list[list[Tensor]]:
+        states = ([self.state[p][name] for p in params] for name in self.moments(group))
+        return [[cast(Tensor, p.grad) for p in params], *states]
 
     def _by_step(self, group: dict[str, Any]) -> dict[int, list[Tensor]]:
         """Count the step of every parameter with a gradient; parameters that joined later are at another number."""
@@ -78,14 +91,9 @@ class Optimizer(torch.optim.Optimizer):
             found.setdefault(int(state["step"]), []).append(p)
         return found
 
-    def _update_narrow(self, p: Tensor, step: int, group: dict[str, Any], place: int) -> None:
-        state, grad = self.state[p], cast(Tensor, p.grad).float()
-        kept = [state[name] for name in self.moments(group)]
-        if MASTER in state:
-            self.update([[state[MASTER]], [grad], *([moment] for moment in kept)], step, group)
-            p.copy_(state[MASTER])
-            return
-        stored = [p, *kept]
+    def _update_by_chance(self, p: Tensor, step: int, group: dict[str, Any], place: int) -> None:
+        grad = cast(Tensor, p.grad).float()
+        stored = [p, *(self.state[p][name] for name in self.moments(group))]
         weight, *moments = (tensor.float() for tensor in stored)
         self.update([[weight], [grad], *([moment] for moment in moments)], step, group)
         # A hash, because the CPU's generator takes the low 32 bits of a seed only.

@@ -17,10 +17,11 @@ FLOPs at 0.5 M tokens a batch, far more at small batches. Memory: one moment ins
 Rejected: an SVD (exact, 10 to 100 times slower); attention's q, k and v joined into one matrix (their spectra differ).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import sqrt
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from groundup.kernels.newton_schulz import newton_schulz_gram, pays
@@ -124,10 +125,14 @@ class Muon(Optimizer):
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["muon"] else ("exp_avg", "exp_avg_sq")
 
-    def update(self, columns: list[list[Tensor]], step: int, group: dict[str, Any]) -> None:
+    def update(
+        self, columns: list[list[Tensor]], step: int, group: dict[str, Any], copies: Sequence[Tensor] = ()
+    ) -> None:
         if not group["muon"]:
-            adamw_step(columns, step, group)
+            adamw_step(columns, step, group, copies)
             return
         settings = (group["lr"], group["momentum"], group["weight_decay"], group["steps"])
         for p, grad, buffer in zip(*columns, strict=True):
-            muon_update(p, grad, buffer, *settings, FACTORS[group["factor"]](*p.shape))
+            muon_update(p, grad.to(p.dtype), buffer, *settings, FACTORS[group["factor"]](*p.shape))
+        if copies:
+            torch._foreach_copy_(list(copies), columns[0])

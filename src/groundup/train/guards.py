@@ -5,8 +5,9 @@ ends: the loss, the gradients' norm (not finite as soon as one gradient is not) 
 computed from earlier rows. With many processes the flags are added up over them first, so all skip or none does. What
 the decision was is read with the row, which on a GPU happens one step later: counting and stopping never make it wait.
 
-Applying it: the optimizer is not called, which asks the host to wait for the flag: free on a CPU, one pipeline bubble
-(about 0.1 ms) a step on a GPU, and exact for every optimizer.
+Applying it: the optimizer is not called, which asks the host to wait for the flag: free on a CPU, one pipeline bubble a
+step on a GPU (docs/training.md has its cost), and exact for every optimizer. The host does its own work, the row of the
+step before, in that wait.
 Rejected: a copy of weights and state to go back to (memory); zeroed gradients (moments and decay would still move the
 weights); gradients clamped to finite numbers (a wrong step instead of none).
 

@@ -67,13 +67,20 @@ class TrainResult:
     best_step: int | None = None
 
 
-def training_step(job: Job, batch: Batch, lr: float, loss_limit: float = math.inf) -> tuple[Tensor, Tensor, Tensor]:
+def training_step(
+    job: Job,
+    batch: Batch,
+    lr: float,
+    loss_limit: float = math.inf,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """One optimizer step; returns the loss (nats a token, mean over the global batch), the gradient norm, and whether
     the step was skipped (bool): its loss was above `loss_limit`, or the loss or a gradient was not finite.
 
     Each micro-batch divides its sum of losses by the valid tokens of the whole global batch, so losses and gradients
     simply add up, over micro-batches and ranks, and no mean of means is taken. A skipped step changes neither weights
-    nor optimizer state, on any rank; guards.py says how that is decided without waiting for the device.
+    nor optimizer state, on any rank; guards.py says how that is decided.
+    `meanwhile`: the host's own work, done when the device is busy with this step and the host would wait for its flag.
     """
     optimizer, train = job.optimizer, job.config.train
     total = torch.zeros((), device=job.device)
@@ -88,6 +95,7 @@ def training_step(job: Job, batch: Batch, lr: float, loss_limit: float = math.in
     skip = to_skip(total, unsound, loss_limit)
     job.scaler.update(unsound == 0)
     set_learning_rate(optimizer, lr)
+    meanwhile()
     apply_unless(skip, optimizer)
     optimizer.zero_grad(set_to_none=True)
     return total, grad_norm, skip
@@ -201,7 +209,7 @@ class _Loop:
         last = self.done if self._is_over() else train.steps
         for step, batch in prefetched(job.read, self.done + 1, last):
             lr = learning_rate(step, optim, train.steps)
-            rows.put(step, lr, *training_step(job, batch, lr, self.guards.device_limit(step)))
+            rows.put(step, lr, *training_step(job, batch, lr, self.guards.device_limit(step), rows.flush))
             self.done = step
             stop = job.world.any(self.interrupt.requested)
             due_save = stop or self.put_off or step == train.steps or self._is_due(step, train.save_every)

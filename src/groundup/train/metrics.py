@@ -86,8 +86,8 @@ class NoLog(MetricsLog):
 class StepRows:
     """Turns the numbers of each step into a row, without making a GPU wait.
 
-    On a GPU loss and norm are copied in the background and read when the next step has been launched, so the host runs
-    one step ahead; `flush` reads the last one. `full_mfu`: the MFU of one token a second, 0 where nobody knows.
+    On a GPU loss and norm are copied in the background and read when the next step has been launched: `flush` is called
+    then, and after the last one. `full_mfu`: the MFU of one token a second, 0 where nobody knows.
     """
 
     def __init__(self, write: Callable[[Row], None], tokens_per_step: int, device: torch.device, full_mfu: float = 0.0):
