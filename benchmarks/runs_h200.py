@@ -211,7 +211,7 @@ def main() -> None:
     train = replace(config.train, eval_batches=0, save_every=0, keep_last=1, precision="bf16-mixed", device="cuda")
     config = replace(config, data=DataConfig(path=str(args.tokens.resolve())))
     if args.tiny:
-        args.steps = {"ablation": 3, "muon": 20, "loop": 15}
+        args.steps = {"ablation": 3, "muon": 20, "loop": 30}
         config = replace(config, model=replace(config.model, **TINY))
         train = replace(train, precision="fp32", device="cpu", compile=False, micro_batch_size=2, eval_batches=2)
     write_atomic(work / "base.toml", dump_toml(replace(config, train=train)))

@@ -3,7 +3,8 @@
 Without it a compiled run on a GPU may differ in last bits from process to process: kernels are chosen by timing them,
 and sums in an order that is not fixed (atomics; the embedding's gradient is the one in a language model) are rounded
 as they come. With it torch takes an algorithm with a fixed order or refuses (the embedding's gradient is sorted by id
-first), cuBLAS gets a workspace of its own, and inductor takes no decision by the clock.
+first), cuBLAS gets a workspace of its own, and inductor takes no decision by the clock. Torch would also fill every new
+tensor with NaN, to show what reads memory that nobody wrote; that is off, as it changes no result and costs a pass.
 """
 
 import os
@@ -26,11 +27,14 @@ def deterministic(enabled: bool) -> Generator[None]:
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     cudnn = torch.backends.cudnn
-    before = torch.are_deterministic_algorithms_enabled(), cudnn.benchmark, inductor.deterministic
+    memory = torch.utils.deterministic
+    enabled_before, filled = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
+    before = cudnn.benchmark, inductor.deterministic
     torch.use_deterministic_algorithms(True)
-    cudnn.benchmark, inductor.deterministic = False, True
+    memory.fill_uninitialized_memory, cudnn.benchmark, inductor.deterministic = False, False, True
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        cudnn.benchmark, inductor.deterministic = before[1:]
+        torch.use_deterministic_algorithms(enabled_before)
+        memory.fill_uninitialized_memory = filled
+        cudnn.benchmark, inductor.deterministic = before

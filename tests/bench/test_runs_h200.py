@@ -1,0 +1,94 @@
+"""The script that runs what docs/training.md measures: who gets a GPU when, deadlines, going on where it stopped."""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import runs_h200
+from runs_h200 import Job, next_job, work_through
+
+
+def job(name: str, timed: bool = False, code: str = "pass", limit: float = 60) -> Job:
+    return Job(name, [sys.executable, "-c", code], limit, timed)
+
+
+def on(job: Job, gpu: int) -> Job:
+    job.gpu = gpu
+    return job
+
+
+def test_one_gpu_is_shared_first_and_then_timed():
+    shared, timed = [job(f"s{i}") for i in range(3)], [job(f"t{i}", timed=True) for i in range(3)]
+
+    def begins(waiting: list[Job], running: list[Job]) -> str | None:
+        found = next_job(waiting, running, 0, 1, workers=2)
+        return found and found.name
+
+    assert begins(shared + timed, []) == "s0"
+    assert begins(shared[1:] + timed, [on(shared[0], 0)]) == "s1"
+    assert begins(shared[2:] + timed, [on(shared[0], 0), on(shared[1], 0)]) is None
+    assert begins(timed, [on(shared[2], 0)]) is None  # nobody shares a GPU with a timed job
+    assert begins(timed, []) == "t0"
+    assert begins(timed[1:], [on(timed[0], 0)]) == "t1"  # which prepares
+    assert begins(timed[2:], [on(timed[0], 0), on(timed[1], 0)]) is None
+
+
+def test_the_last_of_two_gpus_takes_the_timed_jobs():
+    waiting = [job("s0"), job("t0", timed=True)]
+    assert [next_job(waiting, [], gpu, 2, workers=2).name for gpu in (0, 1)] == ["s0", "t0"]
+    assert next_job(waiting[1:], [], 0, 2, workers=2).name == "t0"
+    assert next_job(waiting[:1], [], 1, 2, workers=2).name == "s0"
+    assert next_job(waiting[:1], [on(job("t1", timed=True), 1)], 1, 2, workers=2) is None
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "out").mkdir()
+    return tmp_path
+
+
+def go(jobs: list[Job], place: Path, seconds: float = 60) -> dict:
+    args = argparse.Namespace(gpus=1, workers=4)
+    return work_through(args, jobs, place, place / "out", time.monotonic() + seconds)
+
+
+def test_results_are_kept_and_what_is_done_is_not_done_again(place: Path):
+    good = job("good", code="print('ROW {\"a\": 1}')")
+    bad = job("bad", code="raise SystemExit('no room')")
+    slow = job("slow", code="import time; time.sleep(60)", limit=0.3)
+    found = go([good, bad, slow], place)
+    assert found["good"]["row"] == {"a": 1}
+    assert found["bad"]["status"] == "exit code 1"
+    assert found["bad"]["tail"] == ["no room"]
+    assert found["slow"]["status"] == "over 0.3 s"
+    assert json.loads((place / "out" / "results.json").read_text()) == found
+    again = go([job("good", code="raise SystemExit(1)"), job("bad")], place)
+    assert [again[name]["status"] for name in ("good", "bad", "slow")] == ["ok", "ok", "over 0.3 s"]
+
+
+def test_a_deadline_stops_what_runs_with_its_children_and_begins_nothing(place: Path):
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    start = time.monotonic()
+    found = go([job("parent", code=code), *(job(f"more{i}", timed=True) for i in range(2))], place, seconds=0.5)
+    assert found["parent"]["status"] == "stopped at the deadline"
+    assert set(found) == {"parent"}
+    assert time.monotonic() - start < 30
+
+
+def test_every_section_has_jobs_of_functions_that_exist(tmp_path: Path):
+    import runs_jobs
+
+    steps = {"ablation": 3, "muon": 20, "loop": 30}
+    for section in runs_h200.SECTIONS:
+        args = argparse.Namespace(sections=[section], gpus=2, workers=3, tiny=True, steps=steps)
+        jobs = runs_h200.plan(args, tmp_path)
+        assert jobs
+        assert len({j.name for j in jobs}) == len(jobs)
+        for command in (j.command for j in jobs if j.command[1].endswith("runs_jobs.py")):
+            assert callable(getattr(runs_jobs, command[2]))
