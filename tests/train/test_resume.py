@@ -117,6 +117,7 @@ def test_deterministic_holds_during_a_run_and_not_after(tokens: Path, tmp_path: 
     train(tiny_config(tokens, steps=1, deterministic=True), tmp_path / "strict", progress=Recorder(at))
     assert seen == [(False, True), (True, False)]
     assert now() == (False, True)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 def test_a_field_newer_than_the_checkpoint_had_its_default(crashed: Path, tokens: Path):
