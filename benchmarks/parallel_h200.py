@@ -1,6 +1,6 @@
 """Data parallelism on the GPUs of one machine: every engine checked against one process and timed beside PyTorch's own.
 
-    python benchmarks/parallel_h200.py OUT [section ...] [--tiny] [--ranks N] [--seconds S]
+    python benchmarks/parallel_h200.py OUT [section ...] [--only engine,engine] [--tiny] [--ranks N] [--seconds S]
 
 check      every engine's weights after three steps against one process, then all-reduce by size
 small      gpt2-124m, 32 sequences of 1024 a GPU: step time, memory, exposed communication of every engine
@@ -8,11 +8,13 @@ large      gpt2-1.5b, 8 sequences of 1024 a GPU: the same
 buckets    xl (1600 × 48), 4 × 512: naive, flat, overlap, and buckets of 1, 10, 100, 1000 MiB, ours and torch's
 board      two layers of the 8B model (context 32,768, one sequence a GPU) under FSDP: time, memory extrapolated to 34
 
-Each section is a start of its own with a time limit (--seconds in all, 330 by default); what fails or hangs costs its
-section only, and OUT/SECTION.json holds the rows that were done. `--tiny` runs everything on the CPU in a minute.
-It needs torch and Triton; the package is read from src/.
+Each section is a start of its own with a time limit (--seconds in all, 300 by default); what fails or hangs costs its
+section only, and OUT/SECTION.json holds the rows that were done. `--only` keeps the rows of some engines. NCCL's own
+variables may be tried from outside and are written into the rows: TORCH_NCCL_HIGH_PRIORITY=1, NCCL_MAX_CTAS=8.
+`--tiny` runs everything on the CPU in a minute. It needs torch and Triton; the package is read from src/.
 """
 
+import argparse
 import json
 import os
 import socket
@@ -27,7 +29,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
-SECTIONS = {"check": 75, "small": 75, "large": 105, "buckets": 80, "board": 70}
+SECTIONS = {"check": 75, "small": 70, "large": 105, "buckets": 100, "board": 80}
 """Section → seconds it may take. In order of importance: what the time in all does not reach is left out."""
 ENGINES = ("none", "bucketed", "torch-ddp", "zero1", "fsdp", "torch-fsdp2", "overlap", "flat", "naive")
 MIB = 1 << 20
@@ -36,8 +38,8 @@ MIB = 1 << 20
 class Rows:
     """Rank 0 writes each row at once, so that a section that is stopped keeps what it has done."""
 
-    def __init__(self, path: Path, rank: int, end: float):
-        self.path, self.rank, self.end = path, rank, end
+    def __init__(self, path: Path, rank: int, end: float, only: list[str]):
+        self.path, self.rank, self.end, self.only = path, rank, end, only
         self.rows: list[dict] = []
 
     def add(self, **row) -> None:
@@ -67,6 +69,8 @@ def attempt(rows: Rows, name: dict, work, device) -> None:
 
     import torch
 
+    if rows.only and "engine" in name and name["engine"] not in rows.only:
+        return
     if not rows.time_left():
         rows.add(**name, left_out="no time left")
         return
@@ -202,14 +206,14 @@ def difference(engine_name: str, config, truth: dict, device) -> dict:
 # --- steps -------------------------------------------------------------------------------------------------------
 
 
-def steps(rows: Rows, device, tiny: bool, name: str, batch: int, context: int, settings: list[dict], **fixed) -> None:
+def steps(rows: Rows, device, tiny: bool, name: str, batch: int, context: int, timed: int, settings: list) -> None:
     """One row a setting: engine, bucket size, what measure_step finds."""
     from groundup.bench.parallel import Setting, at_context, measure_step
     from groundup.config import size
 
     model = at_context(size("tiny" if tiny else name), 32 if tiny else context)
     batch = 2 if tiny else batch
-    options = {"compile": not tiny, "warmup": 3, "steps": 2 if tiny else 8, **fixed}
+    options = {"compile": not tiny, "warmup": 4, "steps": 2 if tiny else timed}
     for chosen in settings:
         setting = Setting(model, batch_size=batch, **options, **chosen)
         case = {"size": name, "batch_size": batch, "context_length": model.context_length, **chosen}
@@ -217,11 +221,11 @@ def steps(rows: Rows, device, tiny: bool, name: str, batch: int, context: int, s
 
 
 def small(rows: Rows, device, tiny: bool) -> None:
-    steps(rows, device, tiny, "gpt2-124m", 32, 1024, [{"engine": engine} for engine in ENGINES])
+    steps(rows, device, tiny, "gpt2-124m", 32, 1024, 20, [{"engine": engine} for engine in ENGINES])
 
 
 def large(rows: Rows, device, tiny: bool) -> None:
-    steps(rows, device, tiny, "gpt2-1.5b", 8, 1024, [{"engine": engine} for engine in ENGINES])
+    steps(rows, device, tiny, "gpt2-1.5b", 8, 1024, 12, [{"engine": engine} for engine in ENGINES])
 
 
 def buckets(rows: Rows, device, tiny: bool) -> None:
@@ -230,7 +234,7 @@ def buckets(rows: Rows, device, tiny: bool) -> None:
     theirs = [{"engine": "torch-ddp", "bucket_mb": mb} for mb in sizes]
     plain = [{"engine": name} for name in ("none", "overlap", "flat", "naive")]
     more = [{"engine": "zero1", "bucket_mb": 100.0}, {"engine": "bucketed", "bucket_mb": 100.0, "reduce": "bf16"}]
-    steps(rows, device, tiny, "xl", 4, 512, [*plain[:1], *ours, *plain[1:], *theirs, *more])
+    steps(rows, device, tiny, "xl", 4, 512, 20, [*plain[:1], *ours, *plain[1:], *theirs, *more])
 
 
 # --- the 8B board ------------------------------------------------------------------------------------------------
@@ -245,21 +249,22 @@ def board(rows: Rows, device, tiny: bool) -> None:
     context = 32_768
     if tiny:
         shape, context = ModelConfig(vocab_size=256, d_model=32, n_heads=4, d_ff=64), 64
-    for engine, attention in (("fsdp", "auto"), ("fsdp", "sdpa")):
+    for attention, deterministic in (("auto", False), ("auto", True), ("sdpa", False)):
+        how = {"engine": "fsdp", "attention": attention, "attention_deterministic": deterministic}
         found: dict[int, dict] = {}
 
-        def measured(layers: int, engine: str = engine, attention: str = attention, found: dict = found) -> dict:
+        def measured(layers: int, how: dict = how, found: dict = found) -> dict:
             model = replace(at_context(replace(shape, n_layers=layers), context), checkpoint_activations=1)
-            model = replace(model, attention="sdpa" if tiny else attention)
-            setting = Setting(model, engine, batch_size=1, compile=not tiny, warmup=2, steps=3, trace=layers == 2)
+            chosen = "sdpa" if tiny else how["attention"]
+            model = replace(model, attention=chosen, attention_deterministic=how["attention_deterministic"])
+            setting = Setting(model, "fsdp", batch_size=1, compile=not tiny, warmup=2, steps=3, trace=layers == 2)
             found[layers] = measure_step(setting, device)
             return found[layers]
 
         for layers in (2, 1):
-            case = {"layers": layers, "engine": engine, "attention": attention, "d_model": shape.d_model}
-            attempt(rows, case, partial(measured, layers), device)
+            attempt(rows, {"layers": layers, "d_model": shape.d_model, **how}, partial(measured, layers), device)
         if len(found) == 2:
-            rows.add(case="extrapolated to 34 layers", engine=engine, attention=attention, **extrapolated(found))
+            rows.add(case="extrapolated to 34 layers", **how, **extrapolated(found))
 
 
 def extrapolated(found: dict[int, dict], layers: int = 34) -> dict:
@@ -279,7 +284,7 @@ def extrapolated(found: dict[int, dict], layers: int = 34) -> dict:
 # --- processes ---------------------------------------------------------------------------------------------------
 
 
-def work(section: str, out: Path, tiny: bool, end: float) -> None:
+def work(section: str, out: Path, tiny: bool, end: float, only: list[str]) -> None:
     """One rank of one section."""
     import torch
     import torch._dynamo
@@ -292,8 +297,9 @@ def work(section: str, out: Path, tiny: bool, end: float) -> None:
     if tiny:
         torch.set_num_threads(1)
     chosen = connect(world, device, start_timeout=60, timeout=60)
-    rows = Rows(out / f"{section}.json", world.rank, end)
-    rows.add(section=section, world_size=world.size, nccl_variables=chosen, environment=environment(device))
+    rows = Rows(out / f"{section}.json", world.rank, end, only)
+    given = {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "TORCH_NCCL_"))}
+    rows.add(section=section, world_size=world.size, nccl_variables=given | chosen, environment=environment(device))
     if section == "check":
         torch.set_float32_matmul_precision("highest")
     else:
@@ -305,8 +311,9 @@ def work(section: str, out: Path, tiny: bool, end: float) -> None:
     os._exit(0)  # nothing of the backend may hold the process up now
 
 
-def run_section(section: str, out: Path, tiny: bool, ranks: int, seconds: float) -> str:
+def run_section(section: str, options: argparse.Namespace, seconds: float) -> str:
     """Start the ranks, wait, stop what is left at the limit; returns how it ended."""
+    out, ranks = options.out, options.ranks
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -320,12 +327,13 @@ def run_section(section: str, out: Path, tiny: bool, ranks: int, seconds: float)
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-            "OMP_NUM_THREADS": "1" if tiny else "8",
+            "OMP_NUM_THREADS": "1" if options.tiny else "8",
             "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", "/tmp/groundup-inductor"),
             "TOKENIZERS_PARALLELISM": "false",
         }
-        command = [sys.executable, __file__, "--worker", section, str(out), str(int(tiny)), str(end - 12)]
+        command = [sys.executable, __file__, str(out), section, "--only", options.only, "--worker", str(end - 12)]
+        command += ["--tiny"] if options.tiny else []
         log = open(out / f"{section}.rank{rank}.log", "w")  # noqa: SIM115 - as long as the process
         stdout = None if rank == 0 else log
         processes.append(subprocess.Popen(command, env=variables, stdout=stdout, stderr=log))
@@ -344,36 +352,36 @@ def run_section(section: str, out: Path, tiny: bool, ranks: int, seconds: float)
     return "ok" if not any(codes) and None not in codes else f"exit codes {codes} (None: stopped at {seconds:.0f} s)"
 
 
-def main(arguments: list[str]) -> None:
-    if arguments[:1] == ["--worker"]:
-        section, out, tiny, end = arguments[1:]
-        work(section, Path(out), tiny == "1", float(end))
+def main() -> None:
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("out", type=lambda text: Path(text).resolve())
+    parser.add_argument("sections", nargs="*")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--worker", type=float)
+    options = parser.parse_args()
+    if any(section not in SECTIONS for section in options.sections):
+        parser.error(f"the sections are {', '.join(SECTIONS)}")
+    if options.worker:
+        only = [word for word in options.only.split(",") if word]
+        work(options.sections[0], options.out, options.tiny, options.worker, only)
         return
-    tiny = "--tiny" in arguments
-    ranks = int(arguments[arguments.index("--ranks") + 1]) if "--ranks" in arguments else 2
-    total = float(arguments[arguments.index("--seconds") + 1]) if "--seconds" in arguments else 330.0
-    words = [
-        a
-        for i, a in enumerate(arguments)
-        if not a.startswith("--") and arguments[i - 1] not in ("--ranks", "--seconds")
-    ]
-    if not words or any(word not in SECTIONS for word in words[1:]):
-        sys.exit(__doc__)
-    out = Path(words[0]).resolve()
-    out.mkdir(parents=True, exist_ok=True)
+    options.out.mkdir(parents=True, exist_ok=True)
     started = time.time()
-    for section in words[1:] or SECTIONS:
-        left = started + total - time.time()
+    for section in options.sections or SECTIONS:
+        left = started + options.seconds - time.time()
         if left < 25:
             print(f"{section}: left out, {left:.0f} s are left", flush=True)
             continue
         began = time.time()
-        ending = run_section(section, out, tiny, ranks, min(left, SECTIONS[section]))
+        ending = run_section(section, options, min(left, SECTIONS[section]))
         print(f"== {section}: {ending}, {time.time() - began:.0f} s", flush=True)
         if ending != "ok":
-            for log in sorted(out.glob(f"{section}.rank*.log")):
+            for log in sorted(options.out.glob(f"{section}.rank*.log")):
                 print(f"-- {log.name}: {log.read_text(errors='replace')[-1500:]}", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

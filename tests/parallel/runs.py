@@ -54,7 +54,7 @@ def train_all(tokens: Path, out: Path, engines: list[str]) -> None:
     world = this_world()
     connect(world, torch.device("cpu"), timeout=60)
     for engine in engines:
-        train(config(tokens, engine), out / engine)
+        assert not train(config(tokens, engine), out / engine).interrupted
     disconnect()
 
 
@@ -78,7 +78,7 @@ def reload_all(tokens: Path, out: Path, again: Path, pairs: list[tuple[str, str]
 def go_on(tokens: Path, out: Path, engine: str) -> None:
     """Resume a run for three more steps."""
     torch.set_num_threads(1)
-    train(config(tokens, engine), out / engine, resume=True)
+    assert not train(config(tokens, engine), out / engine, resume=True).interrupted
 
 
 def spawned(world: int, function: Any, *arguments: Any) -> None:

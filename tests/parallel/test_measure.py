@@ -2,7 +2,16 @@
 
 import pytest
 
-from groundup.bench.parallel import Setting, at_context, in_ranks, length, measure_setting, merged, overlap, split_trace
+from groundup.bench.parallel import (
+    Setting,
+    at_context,
+    in_ranks,
+    measure_setting,
+    measured_shares,
+    merged,
+    overlap,
+    split_trace,
+)
 from groundup.config import size
 from groundup.model import TransformerLM, count_parameters
 
@@ -25,7 +34,21 @@ def test_exposed_communication_is_what_no_kernel_hides():
     assert communication == [(10, 40)]
     assert other == [(0, 22), (35, 36)]
     assert overlap(communication, other) == 13
-    assert length(communication) - overlap(communication, other) == 17
+    assert measured_shares(communication, other, steps=1) == {
+        "time.communication": pytest.approx(0.030),
+        "time.exposed": pytest.approx(0.017),
+        "time.computation": pytest.approx(0.023),
+        "time.idle": 0.0,
+        "exposed_share": pytest.approx(17 / 40),
+        "hidden_share": pytest.approx(13 / 30),
+        "bound_by": "device",
+    }
+
+
+def test_a_step_whose_device_waits_for_the_host_is_bound_by_it():
+    found = measured_shares([(0, 10), (70, 80)], [(5, 50), (90, 100)], steps=2)
+    assert (found["time.idle"], found["bound_by"]) == (pytest.approx(0.015), "host")
+    assert measured_shares([], [], steps=2)["bound_by"] == "device"
 
 
 def test_spans():

@@ -1,17 +1,20 @@
 """Measuring many processes: a collective, and a training step under an engine. Runs on every rank of a group.
 
 Steps are timed back to back, an event after each, and the device waited for at the end only: what a step leaves to its
-successor (ZeRO-1's gathering of parameters) is then inside the times, and the host runs ahead as in training.
+successor (ZeRO-1's gathering of parameters) is then inside the times, and the host runs ahead as in training. Python's
+collector of cycles is off meanwhile: it strikes each rank at another step, and one late rank makes all wait.
 
 Exposed communication is read from a profiler's trace: the time in which a communication kernel runs and no other does.
-A subtraction of two step times would hide that overlapped communication slows the computation beside it.
+A subtraction of two step times would hide that overlapped communication slows the computation beside it. The time in
+which nothing runs at all is what the host was too slow for: with much of it a step measures Python, not the engine.
 """
 
+import gc
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +36,7 @@ from groundup.parallel.state import local_bytes
 from groundup.parallel.zero import ShardedOptimizer
 
 Metrics = dict[str, Any]
+Spans = list[tuple[float, float]]
 
 ENGINES = ("none", "naive", "flat", "overlap", "bucketed", "zero1", "fsdp", "torch-ddp", "torch-fsdp2")
 """none: every rank trains for itself."""
@@ -152,7 +156,8 @@ def measure_step(setting: Setting, device: torch.device) -> dict[str, Any]:
     losses = [subject.step() for _ in range(setting.warmup)]
     synchronize(device)
     first = time.perf_counter() - first_start
-    samples = time_back_to_back(subject.step, setting.steps, device)
+    with uncollected():
+        samples = time_back_to_back(subject.step, setting.steps, device)
     metrics: dict[str, Any] = {"time.step": summary(samples), "time.warmup": first * 1e3, "loss": losses[-1].item()}
     tokens = setting.batch_size * setting.model.context_length * dist.get_world_size()
     metrics["tokens_per_second"] = tokens / metrics["time.step"]["median"] * 1e3
@@ -161,6 +166,17 @@ def measure_step(setting: Setting, device: torch.device) -> dict[str, Any]:
         metrics |= shares(subject.step, device)
     metrics["parameters.total"] = subject.parameters
     return metrics
+
+
+@contextmanager
+def uncollected() -> Generator[None]:
+    """Python's collector of cycles has run before, and does not meanwhile."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def time_back_to_back(step: Callable[[], Any], steps: int, device: torch.device) -> list[float]:
@@ -224,14 +240,19 @@ def held(tensors: Iterable[Tensor]) -> int:
     return sum(map(local_bytes, tensors))
 
 
+HOST_BOUND = 0.1
+"""A step is bound by its host when nothing runs in more than this share of its time."""
+
+
 def shares(step: Callable[[], Any], device: torch.device, steps: int = 2) -> dict[str, Any]:
-    """From a trace of `steps` steps: milliseconds a step in communication, and those in which nothing else runs."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    """From a trace of `steps` steps, milliseconds a step: communication, and that beside which nothing else runs; the
+    computation; and the time in which nothing runs, the device waiting for the host.
+    """
+    # Not both on a GPU: recording the host's operations slows the host.
+    kind = torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else torch.profiler.ProfilerActivity.CPU
     dist.barrier()
     synchronize(device)
-    with torch.profiler.profile(activities=activities) as profile:
+    with uncollected(), torch.profiler.profile(activities=[kind]) as profile:
         for _ in range(steps):
             step()
         synchronize(device)
@@ -240,19 +261,24 @@ def shares(step: Callable[[], Any], device: torch.device, steps: int = 2) -> dic
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     communication, other = split_trace(events, device.type == "cuda")
+    return measured_shares(communication, other, steps)
+
+
+def measured_shares(communication: Spans, other: Spans, steps: int) -> dict[str, Any]:
+    """What two lists of disjoint spans in µs say of `steps` steps."""
     total, exposed = length(communication), length(communication) - overlap(communication, other)
-    span = max((e for _, e in [*communication, *other]), default=0.0) - min(
-        (s for s, _ in [*communication, *other]), default=0.0
-    )
+    busy = merged([*communication, *other])
+    span = busy[-1][1] - busy[0][0] if busy else 0.0
+    idle = span - length(busy)
     return {
         "time.communication": total / steps / 1e3,
         "time.exposed": exposed / steps / 1e3,
+        "time.computation": length(other) / steps / 1e3,
+        "time.idle": idle / steps / 1e3,
         "exposed_share": exposed / span if span else 0.0,
         "hidden_share": 1 - exposed / total if total else None,
+        "bound_by": "host" if span and idle / span > HOST_BOUND else "device",
     }
-
-
-Spans = list[tuple[float, float]]
 
 
 def split_trace(events: list[dict[str, Any]], on_cuda: bool) -> tuple[Spans, Spans]:

@@ -20,18 +20,11 @@ BUCKETS = ("bucketed", "zero1", "torch-ddp")
 
 
 @dataclass(frozen=True)
-class Options(SweepOptions):
-    """Data parallelism: step time of every engine, and how much of its communication nothing hides.
-
-    Lists are separated by commas; every combination is one cell.
-    """
+class StepOptions(SweepOptions):
+    """A training step on several processes."""
 
     size: str = "small"
     """Named model sizes."""
-    engine: str = "none,naive,flat,overlap,bucketed,torch-ddp"
-    """none, naive, flat, overlap, bucketed, zero1, fsdp, torch-ddp, torch-fsdp2."""
-    bucket_mb: str = "1,10,100,1000"
-    """Bucket sizes in MiB, for the engines that have buckets."""
     processes: str = ""
     """Numbers of processes on this machine; empty: all GPUs (2 on a CPU)."""
     batch: str = "4"
@@ -46,6 +39,19 @@ class Options(SweepOptions):
     """Untimed steps."""
     steps: int = 10
     """Timed steps, one right after the other."""
+
+
+@dataclass(frozen=True)
+class Options(StepOptions):
+    """Data parallelism: step time of every engine, and how much of its communication nothing hides.
+
+    Lists are separated by commas; every combination is one cell.
+    """
+
+    engine: str = "none,naive,flat,overlap,bucketed,torch-ddp"
+    """none, naive, flat, overlap, bucketed, zero1, fsdp, torch-ddp, torch-fsdp2."""
+    bucket_mb: str = "1,10,100,1000"
+    """Bucket sizes in MiB, for the engines that have buckets."""
 
 
 def cells(options: Options) -> list[Parameters]:
@@ -114,6 +120,7 @@ BENCHMARK = Benchmark(
         Column("communication, ms", "time.communication"),
         Column("exposed, ms", "time.exposed"),
         Column("exposed share", "exposed_share", "4 decimals"),
+        Column("idle, ms", "time.idle"),
         Column("peak, GiB", "memory.peak", "GiB"),
         Column("tokens/s", "tokens_per_second"),
     ),

@@ -6,36 +6,20 @@ at work). Held tensors are counted exactly; what the allocator's peak has beyond
 
 from dataclasses import dataclass
 
-from groundup.bench.benchmark import Benchmark, Column, SweepOptions
+from groundup.bench.benchmark import Benchmark, Column
 from groundup.bench.cells import Parameters
 from groundup.bench.suites import ddp
 
 
 @dataclass(frozen=True)
-class Options(SweepOptions):
+class Options(ddp.StepOptions):
     """Sharded training: a rank's memory by what holds it, and the step's time, with and without shards.
 
     Lists are separated by commas; every combination is one cell.
     """
 
-    size: str = "small"
-    """Named model sizes."""
     engine: str = "bucketed,zero1,fsdp,torch-fsdp2"
     """none, naive, flat, overlap, bucketed, zero1, fsdp, torch-ddp, torch-fsdp2."""
-    processes: str = ""
-    """Numbers of processes on this machine; empty: all GPUs (2 on a CPU)."""
-    batch: str = "4"
-    """Sequences a process."""
-    context: str = "128"
-    """Context lengths in tokens."""
-    precision: str = "fp32"
-    """fp32; bf16 (autocast, FSDP gathers bf16)."""
-    compile: str = "no"
-    """no; blocks (each block, and the head with the loss)."""
-    warmup: int = 3
-    """Untimed steps."""
-    steps: int = 5
-    """Timed steps, one right after the other."""
 
 
 def cells(options: Options) -> list[Parameters]:
