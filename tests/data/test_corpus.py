@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groundup.data import documents, write_embedded_corpus
-from groundup.data.corpus import ReadCounts, find_sources, read_pieces
+from groundup.data.corpus import ReadCounts, find_sources, read_blocks
 from groundup.data.embedded import library_files
 from groundup.errors import UserError
 
@@ -20,15 +20,19 @@ def split_whole(text):
     return [part for part in text.split(EOT) if part.strip()]
 
 
-def joined(pieces):
-    found, held = [], ""
-    for piece in pieces:
-        held += piece.text
-        if piece.ends:
-            found.append(held)
-            held = ""
+def read(*paths, errors="strict", **options):
+    """The blocks of the files, and the documents put together from them."""
+    blocks = list(read_blocks(paths, errors=errors, **options))
+    found, held = [], b""
+    for block in blocks:
+        texts, unfinished, _, _ = block.documents(errors)
+        for place, text in enumerate(texts):
+            held += text
+            if not (unfinished and place == len(texts) - 1):
+                found.append(held.decode())
+                held = b""
     assert not held
-    return found
+    return blocks, found
 
 
 words = [
@@ -61,34 +65,38 @@ def test_any_block_size_gives_the_split_of_the_whole(tmp_path_factory, fragments
     path = tmp_path_factory.mktemp("corpus") / "a.txt"
     path.write_bytes(text.encode())
     counts = ReadCounts()
-    pieces = list(read_pieces([path], counts=counts, block_bytes=block, piece_chars=piece))
-    assert joined(pieces) == split_whole(text)
+    blocks, found = read(path, counts=counts, block_bytes=block, piece_bytes=piece)
+    assert found == split_whole(text)
     assert counts.bytes == len(text.encode())
-    assert counts.replaced == 0
-    for before, after in pairwise(pieces):
-        if not before.ends:  # a cut inside a document: letter or digit, then space or newline
-            assert before.text[-1].isalnum()
-            assert after.text[:1] in {" ", "\n", ""}
+    assert b"".join(block.text for block in blocks) == text.encode()
+    for before, after in pairwise(blocks):
+        assert after.offset == before.offset + len(before.text)
+        if not before.text.endswith(EOT.encode()):  # a cut inside a document: letter or digit, then space or newline
+            assert before.text.decode()[-1].isalnum()
+            assert after.text[:1] in {b" ", b"\n", b""}
+    empty = sum(block.documents("strict").empty for block in blocks)
+    parts = text.split(EOT)
+    assert empty == sum(not part.strip() for part in parts) - (parts[-1] == "")
 
 
 @settings(max_examples=200)
-@given(data=st.lists(st.sampled_from(byte_strings), max_size=12), block=st.integers(1, 9))
-def test_invalid_bytes_anywhere(tmp_path_factory, data, block):
+@given(data=st.lists(st.sampled_from(byte_strings), max_size=12), block=st.integers(1, 9), piece=st.integers(1, 9))
+def test_invalid_bytes_anywhere(tmp_path_factory, data, block, piece):
     data = b"".join(data)
     path = tmp_path_factory.mktemp("corpus") / "a.txt"
     path.write_bytes(data)
-    counts = ReadCounts()
-    found = joined(read_pieces([path], errors="replace", counts=counts, block_bytes=block))
+    blocks, found = read(path, errors="replace", block_bytes=block, piece_bytes=piece)
     text = data.decode(errors="replace")
     assert found == split_whole(text)
-    assert counts.replaced == text.count("\ufffd") - data.count(b"\xef\xbf\xbd")
+    replaced = sum(block.documents("replace").replaced for block in blocks)
+    assert replaced == text.count("\ufffd") - data.count(b"\xef\xbf\xbd")
     try:
         data.decode()
     except UnicodeDecodeError as error:
         with pytest.raises(UserError, match=f"invalid UTF-8 at byte {error.start} .0x{data[error.start]:02x}"):
-            list(read_pieces([path], block_bytes=block))
+            read(path, block_bytes=block, piece_bytes=piece)
     else:
-        assert joined(read_pieces([path], block_bytes=block)) == split_whole(text)
+        assert read(path, block_bytes=block, piece_bytes=piece)[1] == split_whole(text)
 
 
 def test_the_byte_offset_is_the_files_not_the_blocks(tmp_path):
@@ -110,12 +118,12 @@ def test_a_separator_ending_a_file_or_missing_there(tmp_path):
 def test_a_document_larger_than_blocks_comes_in_bounded_pieces(tmp_path):
     text = "some words 12, and more. " * 4000
     (tmp_path / "long.txt").write_text(text)
-    pieces = list(read_pieces([tmp_path / "long.txt"], block_bytes=500, piece_chars=1000))
-    assert joined(pieces) == [text]
-    assert max(len(piece.text) for piece in pieces) <= 1600
+    blocks, found = read(tmp_path / "long.txt", block_bytes=500, piece_bytes=1000)
+    assert found == [text]
+    assert max(len(block.text) for block in blocks) <= 1600
     word = "x" * 30_000
     (tmp_path / "word.txt").write_text(word)
-    assert joined(read_pieces([tmp_path / "word.txt"], block_bytes=500, piece_chars=1000)) == [word]
+    assert read(tmp_path / "word.txt", block_bytes=500, piece_bytes=1000)[1] == [word]
 
 
 def test_cuts_are_pretoken_boundaries_of_every_common_pattern(tmp_path):
@@ -128,11 +136,11 @@ def test_cuts_are_pretoken_boundaries_of_every_common_pattern(tmp_path):
     )
     text = Path(__file__).read_text() + "it's 12345 \n\n  日本 語\n ½ x² a_b  \t\n" * 20
     (tmp_path / "t.txt").write_text(text.replace(EOT, ""))
-    pieces = list(read_pieces([tmp_path / "t.txt"], block_bytes=7, piece_chars=5))
+    pieces = [block.text.decode() for block in read_blocks([tmp_path / "t.txt"], block_bytes=7, piece_bytes=5)]
     assert len(pieces) > 200
     for pattern in (gpt2, cl100k):
-        found = [token for piece in pieces for token in regex.findall(pattern, piece.text)]
-        assert found == regex.findall(pattern, "".join(piece.text for piece in pieces))
+        found = [token for piece in pieces for token in regex.findall(pattern, piece)]
+        assert found == regex.findall(pattern, "".join(pieces))
 
 
 def test_folders_in_the_order_of_names_without_hidden_and_empty_files(tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from groundup.data import documents, tokenize_corpus
-from groundup.data.corpus import ReadCounts, read_pieces
+from groundup.data.corpus import ReadCounts, read_blocks
 from groundup.errors import UserError
 from groundup.tokenizer import Tokenizer
 
@@ -37,8 +37,8 @@ def test_documents_and_bytes_read(tmp_path, kind, suffix):
     path = write(tmp_path, kind, suffix)
     assert list(documents(path)) == DOCUMENTS
     counts = ReadCounts()
-    held = "".join(piece.text for piece in read_pieces([path, path], counts=counts, block_bytes=97, piece_chars=50))
-    assert held == "".join(DOCUMENTS) * 2
+    held = b"".join(block.text for block in read_blocks([path, path], counts=counts, block_bytes=97, piece_bytes=50))
+    assert held.decode().replace(EOT, "") == "".join(DOCUMENTS) * 2
     assert counts.bytes == 2 * path.stat().st_size
 
 
@@ -83,8 +83,8 @@ def test_what_cannot_be_read_is_said(tmp_path, tokenizer):
         list(documents(path))
     (tmp_path / "bad.jsonl").write_bytes(b'{"text": "a\xff"}\n{"text": "\\ud800"}')
     counts = ReadCounts()
-    pieces = list(read_pieces([tmp_path / "bad.jsonl"], errors="replace", counts=counts))
-    assert [piece.text for piece in pieces] == ["a\ufffd", "\ufffd"]
+    blocks = list(read_blocks([tmp_path / "bad.jsonl"], errors="replace", counts=counts))
+    assert [block.text.decode() for block in blocks] == ["a\ufffd", "\ufffd"]
     assert counts.replaced == 2
 
 

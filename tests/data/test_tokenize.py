@@ -31,8 +31,8 @@ def texts_of(tokens, offsets):
 
 @pytest.fixture
 def small_jobs(monkeypatch):
-    """Jobs of a few characters, so that documents end and split inside and across them."""
-    monkeypatch.setattr(tokenize_module, "PIECE_CHARS", 7)
+    """Jobs of a few bytes, so that documents end and split inside and across them."""
+    monkeypatch.setattr(tokenize_module, "JOB_BYTES", 7)
 
 
 def write(path, text):
@@ -103,7 +103,7 @@ def test_long_documents_keep_to_their_split(tmp_path, small_jobs):
 @pytest.mark.parametrize("small", [False, True])
 def test_a_single_document_is_cut_near_its_end(tmp_path, small, monkeypatch):
     if small:
-        monkeypatch.setattr(tokenize_module, "PIECE_CHARS", 50)
+        monkeypatch.setattr(tokenize_module, "JOB_BYTES", 50)
     text = "".join(f"line {i} of the only text\n" for i in range(1000))
     meta = tokenize_corpus([write(tmp_path / "a.txt", text)], None, byte_tokenizer(), tmp_path / "t", 0.1)
     data = TokenData.open(tmp_path / "t")
@@ -138,7 +138,7 @@ def test_other_special_tokens_count_no_bytes(tmp_path):
 
 
 def test_a_special_token_with_spaces_is_never_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenize_module, "PIECE_CHARS", 1)
+    monkeypatch.setattr(tokenize_module, "JOB_BYTES", 1)
     tokenizer = byte_tokenizer("<|a b c d|>", EOT)
     a = write(tmp_path / "a.txt", "x y <|a b c d|> z w " * 20)
     tokenize_corpus([a], [write(tmp_path / "b.txt", "b")], tokenizer, tmp_path / "t")

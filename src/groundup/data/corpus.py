@@ -1,47 +1,44 @@
 """Text files and folders as a stream of documents.
 
-A document ends at `<|endoftext|>` or at the end of its file. Files are read in blocks, decoded as UTF-8 and cut at
-the separators; a character or a separator that straddles two blocks is put together first. What is only white
-space between two separators is no document (`empty` counts it), so neither a newline after the last separator nor
-two separators in a row make one.
+A document ends at `<|endoftext|>` or at the end of its file. What is only white space between two separators is no
+document (`empty` counts it), so neither a newline after the last separator nor two separators in a row make one.
 
-Memory is bounded by the block and the piece, not by the document: a document longer than `piece_chars` comes in
-several pieces, each cut where the tokenizer's pattern has a boundary: after a letter or a digit and before a space or
-a newline. (GPT-2's pattern lets a pre-token start with white space, never go from a letter or digit to white space;
-cl100k's and o200k's neither: they take newlines only after punctuation.) So the ids of the pieces,
-one after another, are the ids of the document. Only text with no such place, such as one enormous word, is held
-whole.
+Files come in blocks of about a megabyte of bytes, each ending behind a separator, so that whoever reads them does
+little and threads may do the rest: look for invalid UTF-8, split, encode. Memory is bounded by the block, not by the
+document: one longer than `piece_bytes` is cut where the tokenizer's pattern has a boundary: after a letter or a
+digit and before a space or a newline. (GPT-2's pattern lets a pre-token start with white space, never go from a letter
+or digit to white space; cl100k's and o200k's neither: they take newlines only after punctuation.) So the ids of the
+pieces, one after another, are the ids of the document. Only text with no such place, such as one enormous word, is
+held whole.
 
 Files ending in .gz, .xz and .zst are unpacked as they are read. In .jsonl files, packed or not, each line is an object
 whose text field holds a document.
 
-Cost: one pass; each character is decoded once, and searched once for the separator.
+Cost: reading copies the bytes and looks for one separator a block; the rest is C loops over a block.
 """
 
-import codecs
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from groundup import _core
 from groundup.errors import UserError
 from groundup.tokenizer import END_OF_TEXT as SEPARATOR
 from groundup.tokenizer.sources import JsonLines, is_json_lines, unpacked
 
 BLOCK_BYTES = 1 << 20
-PIECE_CHARS = 1 << 20
+PIECE_BYTES = 1 << 20
 
-_SAFE_CUT = re.compile(r"[^\W_](?=[ \n])")
+_SEPARATOR = SEPARATOR.encode()
+_MAYBE_CUT = re.compile(rb"[0-9A-Za-z\x80-\xff](?=[ \n])")
+_LAST_CHARACTER = re.compile(rb"[\x00-\x7f\xc2-\xf4][\x80-\xbf]*\Z")
+# What is no white space, seen from its first byte; of the others some are.
+_INK = re.compile(rb"[\s\x1c-\x1f]*+[^\s\x1c-\x1f\xc2\xe1-\xe3]")
 _ERRORS = ("strict", "replace")
-
-
-class Piece(NamedTuple):
-    """Text of one document; `ends` says that the document is complete with it."""
-
-    text: str
-    ends: bool
 
 
 class Source(NamedTuple):
@@ -54,12 +51,12 @@ class Source(NamedTuple):
 
 @dataclass
 class ReadCounts:
-    """What reading met; the readers below add to it as they go."""
+    """What reading met; readers add to it as they go."""
 
     bytes: int = 0
     """Bytes read from the files."""
     replaced: int = 0
-    """Invalid UTF-8 sequences replaced by U+FFFD (`errors="replace"`)."""
+    """Invalid UTF-8 sequences replaced by U+FFFD (`errors="replace"`); `read_blocks` knows those in JSON lines."""
     empty: int = 0
     """Stretches between separators without text."""
 
@@ -100,6 +97,56 @@ def _walk(folder: Path) -> Iterator[Path]:
                 yield path
 
 
+class Documents(NamedTuple):
+    """The documents of a block."""
+
+    texts: list[bytes]
+    unfinished: bool
+    """It goes on in the next block, and is the only one in this."""
+    empty: int
+    """Stretches between separators without text."""
+    replaced: int
+    """Invalid UTF-8 sequences replaced by U+FFFD."""
+
+
+class Block(NamedTuple):
+    """Bytes of a text, up to the end of a document, of the text or of a piece."""
+
+    text: bytes
+    path: Path
+    offset: int
+    """Of the first byte in the (unpacked) file."""
+    inside: bool
+    """It begins inside a document that has text already."""
+    ends: bool
+    """The text ends with it, and with the text the last document."""
+
+    def documents(self, errors: str) -> Documents:
+        """The documents in UTF-8. errors: "strict" raises UserError at a byte that is not, "replace" replaces it."""
+        (*texts, rest), replaced = self._parts(errors)
+        if self.ends and (rest or (self.inside and not texts)):
+            texts.append(rest)
+        unfinished = bool(rest) and not self.ends  # blocks are cut behind a separator, or where they hold none
+        begun = texts[:1] if self.inside else []
+        fresh = [text for text in texts[len(begun) :] if _INK.match(text) or not (text.decode() or " ").isspace()]
+        empty = len(texts) - len(begun) - len(fresh)
+        return Documents([*begun, *fresh, *([rest] if unfinished else [])], unfinished, empty, replaced)
+
+    def _parts(self, errors: str) -> tuple[list[bytes], int]:
+        """What stands between the separators, and how many invalid sequences were replaced."""
+        try:
+            return _core.split_text(self.text, _SEPARATOR), 0
+        except UnicodeDecodeError as error:
+            if errors == "strict":
+                raise UserError(
+                    f"{self.path}: invalid UTF-8 at byte {self.offset + error.start} (0x{self.text[error.start]:02x}); "
+                    "convert the file to UTF-8, or go on past such bytes with --errors replace"
+                ) from None
+        data = self.text.decode(errors="replace").encode()
+        mark = "\ufffd".encode()  # one that the file itself holds is no replacement
+        return data.split(_SEPARATOR), data.count(mark) - self.text.count(mark)
+
+
 def documents(
     paths: str | os.PathLike | Iterable[str | os.PathLike], *, errors: str = "strict", text_field: str = "text"
 ) -> Iterator[str]:
@@ -108,27 +155,25 @@ def documents(
     errors: "strict" raises UserError at the first byte that is not UTF-8; "replace" puts U+FFFD in its place.
     text_field: the field of a JSON line that holds its text.
     """
-    held: list[str] = []
     files = [file for source in find_sources(paths) for file in source.files]
-    for piece in read_pieces(files, errors=errors, text_field=text_field):
-        held.append(piece.text)
-        if piece.ends:
-            yield "".join(held)
-            held.clear()
+    for block in read_blocks(files, errors=errors, piece_bytes=1 << 62, text_field=text_field):
+        for text in block.documents(errors).texts:
+            yield text.decode()
 
 
-def read_pieces(
+def read_blocks(
     files: Sequence[Path],
     *,
     errors: str = "strict",
     counts: ReadCounts | None = None,
     block_bytes: int = BLOCK_BYTES,
-    piece_chars: int = PIECE_CHARS,
+    piece_bytes: int = PIECE_BYTES,
     text_field: str = "text",
-) -> Iterator[Piece]:
-    """The documents of `files` in order, the long ones in several pieces (see the module's docstring).
+) -> Iterator[Block]:
+    """The text of `files` in order (see the module's docstring), not yet looked at for invalid UTF-8.
 
-    Pieces have up to about piece_chars + block_bytes characters where the text has a place to cut.
+    Blocks have up to about piece_bytes + block_bytes bytes where the text has a place to cut. counts: how far the files
+    have been read, and what was replaced in JSON lines.
     """
     if errors not in _ERRORS:
         raise UserError(f'errors is "{errors}"; it must be "strict" or "replace"')
@@ -140,75 +185,52 @@ def read_pieces(
                 if is_json_lines(path):
                     texts = _records(stream, JsonLines(path, text_field, errors), counts)
                 else:
-                    texts = iter([_decode(stream, path, errors, counts, block_bytes)])
-                for document in texts:
-                    for piece in _cut(document, counts, piece_chars):
+                    texts = iter([stream])
+                for text in texts:
+                    for block in _cut(text, path, block_bytes, piece_bytes):
                         counts.bytes = before + file.tell()
-                        yield piece
+                        yield block
                 counts.bytes = before + file.tell()
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror}); check the file") from error
 
 
-def _records(stream: BinaryIO, lines: JsonLines, counts: ReadCounts) -> Iterator[Iterator[str]]:
+def _records(stream: BinaryIO, lines: JsonLines, counts: ReadCounts) -> Iterator[BinaryIO]:
     """The text of each JSON line, as a text of its own."""
     for text in lines.texts(stream):
         counts.replaced += lines.replaced
         lines.replaced = 0
-        yield iter([text])
+        yield BytesIO(text.encode())
 
 
-def _decode(file: BinaryIO, path: Path, errors: str, counts: ReadCounts, block_bytes: int) -> Iterator[str]:
-    """The file's text block by block; the bytes of an unfinished character wait for the next block."""
-    rest = b""
-    position = 0  # of rest's first byte in the file
-    while True:
-        block = file.read(block_bytes)
-        data = rest + block
-        try:
-            text, used = codecs.utf_8_decode(data, errors, not block)
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{path}: invalid UTF-8 at byte {position + error.start} (0x{data[error.start]:02x}); "
-                "convert the file to UTF-8, or go on past such bytes with --errors replace"
-            ) from None
-        if errors == "replace":  # a U+FFFD that the file itself holds is no replacement
-            counts.replaced += text.count("\ufffd") - data[:used].count(b"\xef\xbf\xbd")
-        rest = data[used:]
-        position += used
-        if text:
-            yield text
-        if not block:
-            return
+def _cut(stream: BinaryIO, path: Path, block_bytes: int, piece_bytes: int) -> Iterator[Block]:
+    """One text, cut behind separators, and where a document is long."""
+    buffer = bytearray()
+    offset = 0
+    searched = 0  # no separator starts before this index of the buffer, and there is no place to cut before it
+    inside = False  # part of the buffer's document has been given out
+    while part := stream.read(block_bytes):
+        buffer += part
+        cut = buffer.rfind(_SEPARATOR, searched) + len(_SEPARATOR)
+        goes_on = cut < len(_SEPARATOR)
+        if goes_on:
+            cut = _safe_cut(buffer, max(piece_bytes, searched))
+        while cut:
+            text = bytes(memoryview(buffer)[:cut])
+            del buffer[:cut]
+            yield Block(text, path, offset, inside, False)
+            offset += cut
+            inside, goes_on = goes_on, True
+            cut = _safe_cut(buffer, piece_bytes)
+        searched = max(0, len(buffer) - len(_SEPARATOR) + 1)
+    if buffer or inside:
+        yield Block(bytes(buffer), path, offset, inside, True)
 
 
-def _cut(texts: Iterator[str], counts: ReadCounts, piece_chars: int) -> Iterator[Piece]:
-    """One file's text, cut into documents at the separators and into pieces where a document is long."""
-    buffer = ""
-    searched = 0  # no separator starts before this index of the buffer
-    tried = 0  # no place to cut before this one
-    inside = False  # a piece of the buffer's document has been given out
-    for text in texts:
-        buffer += text
-        start = 0
-        while (end := buffer.find(SEPARATOR, searched)) >= 0:
-            document = buffer[start:end]
-            if inside or (document and not document.isspace()):
-                yield Piece(document, True)
-            else:
-                counts.empty += 1
-            start = searched = end + len(SEPARATOR)
-            tried, inside = 0, False
-        buffer = buffer[start:]
-        while len(buffer) > piece_chars:
-            place = _SAFE_CUT.search(buffer, max(piece_chars, tried))
-            if place is None:
-                tried = len(buffer) - 1
-                break
-            yield Piece(buffer[: place.end()], False)
-            buffer, tried, inside = buffer[place.end() :], 0, True
-        searched = max(0, len(buffer) - len(SEPARATOR) + 1)
-    if inside or (buffer and not buffer.isspace()):
-        yield Piece(buffer, True)
-    elif buffer:
-        counts.empty += 1
+def _safe_cut(data: bytearray, start: int) -> int:
+    """The first place behind `start` between a letter or digit and a space or newline; 0 where there is none."""
+    for found in _MAYBE_CUT.finditer(data, start):
+        last = _LAST_CHARACTER.search(data[max(0, found.end() - 4) : found.end()])
+        if last and last[0].decode(errors="replace").isalnum():
+            return found.end()
+    return 0

@@ -13,6 +13,7 @@ the path where only the array is at hand), and reads through pread (the array's 
 
 import hashlib
 import mmap
+import os
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,10 @@ class NpyWriter:
         self._file.write(data.data)
         self._hash.update(data.data)
         self.count += len(data)
+
+    def sync(self) -> None:
+        """Flush to disk what has been appended. May run beside `append`, so that little is left for the end."""
+        os.fsync(self._file.fileno())
 
     @property
     def hexdigest(self) -> str:

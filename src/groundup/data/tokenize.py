@@ -1,33 +1,35 @@
 """Text → token directory: `train.npy`, `valid.npy`, their documents' offsets, `meta.json`, `tokenizer.json`.
 
-Documents are read as a stream (corpus.py) and gathered, each with its `<|endoftext|>`, into jobs of about a million
-characters; threads encode the jobs (the Rust core releases the interpreter lock), the results are appended in order.
-One call encodes a whole job, separators included, so a corpus of short documents costs no call each; where the
-documents end is read off the ids. In memory are at most two jobs a thread, whatever the size of the corpus or of
-its documents.
+The text is read as blocks of about a megabyte (corpus.py), gathered into jobs; threads check them, split them into
+documents, encode those, each with its `<|endoftext|>`, and the results are appended in order. What holds the
+interpreter's lock is a loop in C over a block; the core releases it. One call encodes a whole job, separators included,
+so a corpus of short documents costs no call each; where the documents end is read off the ids. In memory are at most
+two jobs a thread and two more, whatever the size of the corpus or of its documents.
 
-Validation is the second group of paths, or a fraction of the documents of the first: a first pass counts them (and
-meets invalid bytes before any work is done), and document i is validation if a keyed permutation takes i below the
-number wanted. This depends on the number of documents and nothing else, and is exact. A corpus of a single document,
-such as one book, is cut in two near its end, at a line's end, as there is no other way to hold text back.
+Validation is the second group of paths, or a fraction of the documents of the first: a first pass counts them, on the
+same threads (and meets invalid bytes before any work is done), and document i is validation if a keyed permutation
+takes i below the number wanted. This depends on the number of documents and nothing else, and is exact. A corpus of a
+single document, such as one book, is cut in two near its end, at a line's end, as there is no other way to hold text
+back.
 
-Cost: measured on 99 MB of English with GPT-2's vocabulary, 1.4 s of processor time, of which the encoder takes 0.8;
-reading, hashing and writing overlap it on another thread, saving the tokenizer (0.2 s) on a third. The first pass,
-where validation is a fraction, reads the text once more (0.4 s).
+Cost: measured on 99 MB of English with GPT-2's vocabulary, 0.95 s of processor time, of which the encoder takes 0.61
+and saving the tokenizer, beside it, 0.15; reading, splitting, hashing and writing take the rest. The first pass, where
+validation is a fraction, reads the text once more (0.1 s).
 """
 
 import os
+import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from groundup.data.corpus import PIECE_CHARS, SEPARATOR, Piece, ReadCounts, Source, find_sources, read_pieces
+from groundup.data.corpus import SEPARATOR, Block, ReadCounts, Source, find_sources, read_blocks
 from groundup.data.dataset import TOKENIZER_FILE, dump_meta, refuse_foreign_directory, token_dtype
 from groundup.data.npy import NpyWriter
 from groundup.data.permutation import make_key, permute
@@ -37,8 +39,10 @@ from groundup.tokenizer import Tokenizer
 from groundup.tokenizer.training import available_threads
 
 DEFAULT_VALID_FRACTION = 0.01
+JOB_BYTES = 1 << 20
+_JOBS_A_FLUSH = 32
+_SEPARATOR = SEPARATOR.encode()
 _SPLIT_SEED = 0
-_FLAG_BLOCK = 4096
 _KNOWN_PATTERNS = frozenset({"gpt2", "cl100k", "llama3"})
 
 Paths = str | os.PathLike | Sequence[str | os.PathLike]
@@ -46,43 +50,54 @@ Progress = Callable[[int, int], None]
 """progress(bytes read, bytes in all), after each job."""
 
 
-class _Encoded(NamedTuple):
-    ids: np.ndarray
-    bytes: int  # UTF-8 bytes of the text, special tokens not counted
+_T = TypeVar("_T")
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Job:
-    """Text gathered for one call of the encoder: one split's documents, in order."""
+    """Blocks of text for one thread. `split` "": each document belongs to a split of its own."""
 
     split: str
-    parts: list[str] = field(default_factory=list)
-    chars: int = 0
+    blocks: list[Block]
+    read: int
+    """Bytes of the files that have been read by its end."""
+    first: int = 0
+    """Number of the document that it begins with, where documents are counted."""
 
-    def add(self, piece: Piece) -> None:
-        self.parts.append(piece.text)
-        self.chars += len(piece.text)
-        if piece.ends:
-            self.parts.append(SEPARATOR)
+
+class _Ids(NamedTuple):
+    """What one job adds to one split."""
+
+    split: str
+    ids: np.ndarray
+    ends: np.ndarray
+    """Places of the <|endoftext|> among the ids."""
+    bytes: int
+    """UTF-8 bytes of the text, special tokens not counted."""
+
+
+class _Encoded(NamedTuple):
+    parts: list[_Ids]
+    empty: int
+    replaced: int
 
 
 class _SplitWriter:
     """The two files of one split, and what meta.json says of them."""
 
-    def __init__(self, directory: Path, split: str, dtype: np.dtype, eot_id: int, stack: ExitStack) -> None:
+    def __init__(self, directory: Path, split: str, dtype: np.dtype, stack: ExitStack) -> None:
         self.tokens = stack.enter_context(NpyWriter(directory / f"{split}.npy", dtype))
         self.offsets = stack.enter_context(NpyWriter(directory / f"{split}.docs.npy", np.dtype(np.uint64)))
-        self.eot_id = eot_id
         self.bytes = 0
         self.next_offset = 0  # of the document being written, or of the next one
 
-    def append(self, encoded: _Encoded) -> None:
-        ends = np.flatnonzero(encoded.ids == self.eot_id).astype(np.uint64) + np.uint64(self.tokens.count + 1)
-        if len(ends):
+    def append(self, part: _Ids) -> None:
+        if len(part.ends):
+            ends = part.ends.astype(np.uint64) + np.uint64(self.tokens.count + 1)
             self.offsets.append(np.concatenate([np.array([self.next_offset], dtype=np.uint64), ends[:-1]]))
             self.next_offset = int(ends[-1])
-        self.tokens.append(encoded.ids)
-        self.bytes += encoded.bytes
+        self.tokens.append(part.ids)
+        self.bytes += part.bytes
 
     def meta(self) -> dict:
         return {
@@ -111,7 +126,7 @@ def tokenize_corpus(
     refuses bytes that are not UTF-8, "replace" puts U+FFFD in their place and counts. text_field: the field of a JSON
     line that holds its text.
     """
-    eot_id = _check_tokenizer(tokenizer)
+    _check_tokenizer(tokenizer)
     fraction = _check_fraction(valid, valid_fraction)
     out = Path(out).resolve()
     refuse_foreign_directory(out)
@@ -119,43 +134,77 @@ def tokenize_corpus(
     if valid is not None:
         sources["valid"] = find_sources(valid)
         _refuse_shared_files(sources)
+    threads = available_threads(threads)
     counts = ReadCounts()
-    reader = _Reader(errors, counts, _piece_chars(tokenizer), text_field)
-    how = "files"
+    reader = _Reader(errors, counts, _piece_bytes(tokenizer), text_field, threads)
+    how, choice = "files", None
     if fraction is None:
-        pieces = ((name, piece) for name, group in sources.items() for piece in reader.pieces(_files(group)))
+        jobs = (job for name, group in sources.items() for job in reader.jobs(_files(group), name))
     else:
-        how, pieces = _split(reader, _files(sources["train"]), fraction)
+        how, choice, jobs = _split(reader, _files(sources["train"]), fraction)
     total = sum(source.bytes for group in sources.values() for source in group)
     dtype = token_dtype(tokenizer.vocab_size)
     try:
         with directory_written_aside(out) as aside:
             with ExitStack() as stack:
+                stack.enter_context(_lock_handed_on())
                 beside = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="save"))
                 saved = beside.submit(tokenizer.save_json, aside / TOKENIZER_FILE)
-                writers = {split: _SplitWriter(aside, split, dtype, eot_id, stack) for split in ("train", "valid")}
-                for split, encoded in _encode(_jobs(pieces), tokenizer, threads):
-                    writers[split].append(encoded)
-                    if progress is not None:
-                        progress(counts.bytes, total)
+                fingerprint = beside.submit(lambda: tokenizer.fingerprint)
+                writers = {split: _SplitWriter(aside, split, dtype, stack) for split in ("train", "valid")}
+                encoded = _in_order(_Encoder(tokenizer, errors, choice), jobs, threads)
+                _write(encoded, writers, counts, beside, lambda read: progress(read, total) if progress else None)
             for split, group in sources.items():
                 if not writers[split].offsets.count:
                     raise UserError(f"{group[0].name}: no text for {split}.npy; name a file with text")
             saved.result()
-            meta = _meta(tokenizer, dtype, eot_id, sources, writers, counts, how)
+            meta = _meta(tokenizer, fingerprint.result(), dtype, sources, writers, counts, how)
             dump_meta(aside, meta)
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror}); what was there before is kept") from error
     return meta
 
 
-def _check_tokenizer(tokenizer: Tokenizer) -> int:
+def _write(
+    encoded: Iterator[tuple[_Job, _Encoded]],
+    writers: dict[str, _SplitWriter],
+    counts: ReadCounts,
+    beside: ThreadPoolExecutor,
+    tell: Callable[[int], None],
+) -> None:
+    """Append every job's ids. They are flushed to disk on the way, beside everything else, not all at the end."""
+    flushed: Future[None] | None = None
+    for number, (job, (parts, empty, replaced)) in enumerate(encoded, 1):
+        for part in parts:
+            writers[part.split].append(part)
+        counts.empty += empty
+        counts.replaced += replaced
+        tell(job.read)
+        if number % _JOBS_A_FLUSH == 0 and (flushed is None or flushed.done()):
+            flushed = beside.submit(writers["train"].tokens.sync)
+    if flushed is not None:
+        flushed.result()
+    tell(counts.bytes)
+
+
+@contextmanager
+def _lock_handed_on() -> Generator[None]:
+    """Threads hand the interpreter's lock on after 0.2 ms, not 5: while the tokenizer is saved, which is Python, the
+    threads that encode would wait longer for the lock than they work."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(2e-4)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def _check_tokenizer(tokenizer: Tokenizer) -> None:
     if tokenizer.eot_id is None:
         raise UserError(
             f"the tokenizer has no special token {SEPARATOR}, which ends every document; "
             f"train it with --special-token '{SEPARATOR}'"
         )
-    return tokenizer.eot_id
 
 
 def _check_fraction(valid: Paths | None, fraction: float | None) -> float | None:
@@ -183,114 +232,159 @@ def _files(sources: Iterable[Source]) -> list[Path]:
     return [file for source in sources for file in source.files]
 
 
-def _piece_chars(tokenizer: Tokenizer) -> int:
+def _piece_bytes(tokenizer: Tokenizer) -> int:
     """Long documents stay whole where a cut could change ids: where a special token holds white space, as it could fall
     into that, and where the pattern is not one of those whose boundaries are known."""
     blank = any(char.isspace() for token in tokenizer.special_tokens for char in token)
-    return 1 << 62 if blank or tokenizer.pattern not in _KNOWN_PATTERNS else PIECE_CHARS
+    return 1 << 62 if blank or tokenizer.pattern not in _KNOWN_PATTERNS else JOB_BYTES
 
 
 @dataclass
 class _Reader:
     errors: str
     counts: ReadCounts
-    piece_chars: int
+    piece_bytes: int
     text_field: str
+    threads: int
 
-    def pieces(self, files: list[Path], counts: ReadCounts | None = None) -> Iterator[Piece]:
+    def jobs(self, files: list[Path], split: str = "", counts: ReadCounts | None = None) -> Iterator[_Job]:
+        """The text in order, gathered into jobs of at least JOB_BYTES (the last: less)."""
         counts = self.counts if counts is None else counts
-        return read_pieces(
-            files, errors=self.errors, counts=counts, piece_chars=self.piece_chars, text_field=self.text_field
-        )
+        how = {"errors": self.errors, "block_bytes": JOB_BYTES, "piece_bytes": self.piece_bytes}
+        blocks: list[Block] = []
+        size = 0
+        for block in read_blocks(files, counts=counts, text_field=self.text_field, **how):
+            blocks.append(block)
+            size += len(block.text)
+            if size >= JOB_BYTES:
+                yield _Job(split, blocks, counts.bytes)
+                blocks, size = [], 0
+        if blocks:
+            yield _Job(split, blocks, counts.bytes)
 
-    def count(self, files: list[Path]) -> tuple[int, int]:
-        """(documents, characters) of the files, in a pass of its own."""
-        documents = chars = 0
-        for piece in self.pieces(files, ReadCounts()):
-            documents += piece.ends
-            chars += len(piece.text)
-        return documents, chars
+    def count(self, files: list[Path]) -> list[int]:
+        """How many documents end in each job, in a pass of its own."""
+
+        def ended(job: _Job) -> int:
+            found = [block.documents(self.errors) for block in job.blocks]
+            return sum(len(documents.texts) - documents.unfinished for documents in found)
+
+        return [number for _, number in _in_order(ended, self.jobs(files, counts=ReadCounts()), self.threads)]
 
 
-def _split(reader: _Reader, files: list[Path], fraction: float) -> tuple[str, Iterator[tuple[str, Piece]]]:
-    """How the files are split (for meta.json), and their pieces with the name of the split each belongs to."""
-    documents, chars = reader.count(files)
-    if documents > 1:
-        wanted = min(max(1, round(fraction * documents)), documents - 1)
-        return "documents", _split_documents(reader.pieces(files), documents, wanted)
+class _Choice(NamedTuple):
+    """Document i is validation where the permutation takes i below `wanted`: exactly `wanted` of them are."""
+
+    documents: int
+    wanted: int
+
+    def splits(self, first: int, count: int) -> list[str]:
+        key = make_key(_SPLIT_SEED, np.zeros(1, dtype=np.uint64))
+        chosen = permute(np.arange(first, first + count), self.documents, key) < self.wanted
+        return ["valid" if valid else "train" for valid in chosen.tolist()]
+
+
+def _split(reader: _Reader, files: list[Path], fraction: float) -> tuple[str, _Choice | None, Iterator[_Job]]:
+    """How the files are split (for meta.json), by what, and the jobs."""
+    counted = reader.count(files)
+    documents = sum(counted)
+    if documents < 2:
+        return "end of the only document", None, _split_one(reader, files, fraction)
+    wanted = min(max(1, round(fraction * documents)), documents - 1)
+    return "documents", _Choice(documents, wanted), _numbered(reader.jobs(files), counted)
+
+
+def _numbered(jobs: Iterator[_Job], counted: list[int]) -> Iterator[_Job]:
+    first = 0
+    for place, job in enumerate(jobs):
+        if place == len(counted):
+            raise UserError("the text grew while it was read; wait for whoever writes it, and run again")
+        yield replace(job, first=first)
+        first += counted[place]
+
+
+def _split_one(reader: _Reader, files: list[Path], fraction: float) -> Iterator[_Job]:
+    """Cut the only document at the wanted character or, within half the validation text behind it, at a line's end."""
+    pieces = _pieces(reader, reader.jobs(files, counts=ReadCounts()), ReadCounts())
+    chars = sum(len(block.text.decode()) for _, block in pieces)
     if chars < 2:
         raise UserError(f"{files[0]}: no text to split into training and validation; name a file with text")
     wanted = min(max(1, round(fraction * chars)), chars - 1)
-    return "end of the only document", _split_one(reader.pieces(files), chars - wanted, wanted // 2)
+    start = chars - wanted
+    for job, block in _pieces(reader, reader.jobs(files), reader.counts):
+        text = block.text.decode()
+        if 0 <= start < len(text):
+            cut = text.find("\n", start, min(start + wanted // 2, len(text) - 1)) + 1 or start
+            yield _Job("train", [block._replace(text=text[:cut].encode(), ends=True)], job.read)
+            yield _Job("valid", [block._replace(text=text[cut:].encode())], job.read)
+        else:
+            yield _Job("valid" if start < 0 else "train", [block], job.read)
+        start -= len(text)
 
 
-def _split_documents(pieces: Iterator[Piece], documents: int, wanted: int) -> Iterator[tuple[str, Piece]]:
-    """Document i is validation where the permutation takes i below `wanted`: exactly `wanted` of them are."""
-    key = make_key(_SPLIT_SEED, np.zeros(1, dtype=np.uint64))
-    flags: deque[bool] = deque()
-    done = 0
-    for piece in pieces:
-        if not flags:
-            block = np.arange(done, min(done + _FLAG_BLOCK, documents))
-            flags.extend((permute(block, documents, key) < wanted).tolist())
-            done += len(block)
-        yield ("valid" if flags[0] else "train"), piece
-        if piece.ends:
-            flags.popleft()
+def _pieces(reader: _Reader, jobs: Iterator[_Job], counts: ReadCounts) -> Iterator[tuple[_Job, Block]]:
+    """The pieces of the only document, each as a block, with the job it comes from."""
+    for job in jobs:
+        for block in job.blocks:
+            texts, unfinished, empty, replaced = block.documents(reader.errors)
+            counts.empty += empty
+            counts.replaced += replaced
+            for text in texts:
+                yield job, block._replace(text=text, inside=True, ends=not unfinished)
 
 
-def _split_one(pieces: Iterator[Piece], boundary: int, slack: int) -> Iterator[tuple[str, Piece]]:
-    """Cut the only document at the first line end within `slack` of character `boundary`, else right there."""
-    passed = 0
-    for text, ends in pieces:
-        start = boundary - passed
-        passed += len(text)
-        if not 0 <= start < len(text):
-            yield ("valid" if start < 0 else "train"), Piece(text, ends)
-            continue
-        cut = text.find("\n", start, min(start + slack, len(text) - 1)) + 1 or start
-        yield "train", Piece(text[:cut], True)
-        yield "valid", Piece(text[cut:], ends)
-
-
-def _jobs(pieces: Iterable[tuple[str, Piece]]) -> Iterator[_Job]:
-    """The pieces of each split, in order, gathered into jobs of at least PIECE_CHARS characters (the last: less)."""
-    open_jobs: dict[str, _Job] = {}
-    for split, piece in pieces:
-        job = open_jobs.setdefault(split, _Job(split))
-        job.add(piece)
-        if job.chars >= PIECE_CHARS:
-            yield open_jobs.pop(split)
-    yield from open_jobs.values()
-
-
-def _encode(jobs: Iterator[_Job], tokenizer: Tokenizer, threads: int) -> Iterator[tuple[str, _Encoded]]:
-    """(split, ids) of every job, in the jobs' order; at most two jobs a thread are under way."""
-    excess = _special_bytes(tokenizer)
-    threads = available_threads(threads)
-
-    def encode(job: _Job) -> _Encoded:
-        data = "".join(job.parts).encode()
-        ids = tokenizer.encode_numpy(data)
-        if np.count_nonzero(ids == tokenizer.eot_id) != job.parts.count(SEPARATOR):
-            raise UserError(
-                f"a special token overlaps {SEPARATOR} where a document ends; train the tokenizer without it"
-            )
-        return _Encoded(ids, len(data) - int(excess[ids].sum()))
-
-    waiting: deque[tuple[str, Future[_Encoded]]] = deque()
+def _in_order(work: Callable[[_Job], _T], jobs: Iterator[_Job], threads: int) -> Iterator[tuple[_Job, _T]]:
+    """What the work makes of every job, on threads, in the jobs' order."""
+    waiting: deque[tuple[_Job, Future[_T]]] = deque()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="encode")
     try:
         for job in jobs:
-            waiting.append((job.split, pool.submit(encode, job)))
-            if len(waiting) >= 2 * threads:
-                split, future = waiting.popleft()
-                yield split, future.result()
+            waiting.append((job, pool.submit(work, job)))
+            if len(waiting) >= 2 * threads + 2:
+                job, future = waiting.popleft()
+                yield job, future.result()
         while waiting:
-            split, future = waiting.popleft()
-            yield split, future.result()
+            job, future = waiting.popleft()
+            yield job, future.result()
     finally:  # an error or Ctrl-C: drop what has not begun
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Encoder:
+    """The ids of a job."""
+
+    def __init__(self, tokenizer: Tokenizer, errors: str, choice: _Choice | None) -> None:
+        self.tokenizer, self.errors, self.choice = tokenizer, errors, choice
+        self.special_bytes = _special_bytes(tokenizer)
+        self.lowest_special = min(tokenizer.special_tokens.values())
+
+    def __call__(self, job: _Job) -> _Encoded:
+        parts: dict[str, list[bytes]] = {}
+        ended = {"train": 0, "valid": 0}
+        empties = replacements = 0
+        first = job.first
+        for block in job.blocks:
+            texts, unfinished, empty, replaced = block.documents(self.errors)
+            empties += empty
+            replacements += replaced
+            splits = self.choice.splits(first, len(texts)) if self.choice else [job.split] * len(texts)
+            first += len(texts) - unfinished
+            for split in set(splits):
+                mine = [text for text, other in zip(texts, splits, strict=True) if other == split]
+                ended[split] += len(mine) - unfinished
+                parts.setdefault(split, []).append(_SEPARATOR.join(mine if unfinished else [*mine, b""]))
+        return _Encoded([self._ids(*part, ended[part[0]]) for part in parts.items()], empties, replacements)
+
+    def _ids(self, split: str, texts: list[bytes], documents: int) -> _Ids:
+        data = b"".join(texts)
+        ids = self.tokenizer.encode_numpy(data)
+        ends = np.flatnonzero(ids == self.tokenizer.eot_id)
+        if len(ends) != documents:
+            raise UserError(
+                f"a special token overlaps {SEPARATOR} where a document ends; train the tokenizer without it"
+            )
+        special = self.special_bytes[ids[ids >= self.lowest_special]]
+        return _Ids(split, ids, ends, len(data) - int(special.sum()))
 
 
 def _special_bytes(tokenizer: Tokenizer) -> np.ndarray:
@@ -303,17 +397,17 @@ def _special_bytes(tokenizer: Tokenizer) -> np.ndarray:
 
 def _meta(
     tokenizer: Tokenizer,
+    fingerprint: str,
     dtype: np.dtype,
-    eot_id: int,
     sources: dict[str, list[Source]],
     writers: dict[str, _SplitWriter],
     counts: ReadCounts,
     how: str,
 ) -> dict:
     return {
-        "tokenizer": tokenizer.fingerprint,
+        "tokenizer": fingerprint,
         "vocab_size": tokenizer.vocab_size,
-        "eot_id": eot_id,
+        "eot_id": tokenizer.eot_id,
         "dtype": str(dtype),
         "splits": {split: writer.meta() for split, writer in writers.items()},
         "split_by": how,

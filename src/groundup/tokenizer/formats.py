@@ -12,7 +12,8 @@ import base64
 import json
 import warnings
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from json.encoder import encode_basestring as _quoted
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,32 @@ def token_ids(parts: Parts) -> dict[bytes, int]:
 
 def to_json(parts: Parts) -> dict[str, Any]:
     """The content of `tokenizer.json`."""
+    spelled = _spelled(parts)
+    return _content(parts, _vocab(parts, spelled), [[spelled[left], spelled[right]] for left, right in parts.merges])
+
+
+def _spelled(parts: Parts) -> dict[bytes, str]:
+    """The printable forms of the ordinary tokens, in the order of ids; translated at once, as a character is a byte."""
     ids = token_ids(parts)
+    tokens = sorted(ids, key=ids.__getitem__)
+    text = to_characters(b"".join(tokens))
+    ends = accumulate(map(len, tokens))
+    return {token: text[end - len(token) : end] for token, end in zip(tokens, ends, strict=True)}
+
+
+def _vocab(parts: Parts, spelled: dict[bytes, str]) -> dict[str, int]:
+    ids = token_ids(parts)
+    vocab = {form: ids[token] for token, form in spelled.items()}
+    for name, number in _specials(parts):
+        vocab.setdefault(name, number)
+    return vocab
+
+
+def _specials(parts: Parts) -> list[tuple[str, int]]:
+    return sorted(parts.special_tokens.items(), key=lambda item: item[1])
+
+
+def _content(parts: Parts, vocab: Any, merges: Any) -> dict[str, Any]:
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     pre_tokenizer: dict[str, Any] = byte_level
     if parts.pattern != "gpt2":
@@ -165,16 +191,11 @@ def to_json(parts: Parts) -> dict[str, Any]:
         split = {"type": "Split", "pattern": regex, "behavior": "Isolated", "invert": False}
         pre_tokenizer = {"type": "Sequence", "pretokenizers": [split, {**byte_level, "use_regex": False}]}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    specials = sorted(parts.special_tokens.items(), key=lambda item: item[1])
-    spelled = {token: to_characters(token) for token in ids}
-    vocab = {spelled[token]: number for token, number in sorted(ids.items(), key=lambda item: item[1])}
-    for name, number in specials:
-        vocab.setdefault(name, number)
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": number, "content": name, **flags} for name, number in specials],
+        "added_tokens": [{"id": number, "content": name, **flags} for name, number in _specials(parts)],
         "normalizer": {"type": parts.normalizer} if parts.normalizer else None,
         "pre_tokenizer": pre_tokenizer,
         "post_processor": None,
@@ -190,32 +211,33 @@ def to_json(parts: Parts) -> dict[str, Any]:
             "ignore_merges": parts.whole_pieces,
             **({"tied_ranks": True} if parts.tied_ranks else {}),  # other readers skip what they do not know
             "vocab": vocab,
-            "merges": [[spelled[left], spelled[right]] for left, right in parts.merges],
+            "merges": merges,
         },
     }
 
 
-def json_text(content: dict[str, Any]) -> str:
-    """`tokenizer.json` with a token or merge a line. json's own indentation takes a second for GPT-2's vocabulary."""
-    model = {**content["model"], "vocab": "@", "merges": "@"}
-    outer = json.dumps({**content, "model": "@"}, ensure_ascii=False, indent=1)
-    inner = json.dumps(model, ensure_ascii=False, indent=1)
-    # Printable forms hold no space, so this is no part of a token.
-    merges = json.dumps(content["model"]["merges"], ensure_ascii=False).replace("], [", "],\n[")
-    inner = inner.replace('"vocab": "@"', '"vocab": ' + _vocab_text(content["model"]["vocab"]))
-    inner = f"{inner.rpartition('@')[0][:-1]}{merges}\n}}"  # merges come last
-    return f"{outer.rpartition('@')[0][:-1]}{inner}\n}}"  # and so does the model
+def json_text(parts: Parts) -> str:
+    """`tokenizer.json` with a token or merge a line. json's own indentation takes a second for GPT-2's vocabulary; here
+    no object is made a merge, as those would set off the garbage collector."""
+    spelled = _spelled(parts)
+    quoted = {token: _quoted(form) for token, form in spelled.items()}
+    merges = ",\n".join([f"[{quoted[left]}, {quoted[right]}]" for left, right in parts.merges])
+    # Vocabulary and merges come last, one after the other: everything before them is written by json.
+    head, _, end = json.dumps(_content(parts, "@", "@"), ensure_ascii=False, indent=1).rpartition('"@"')
+    head = head.rpartition('"@"')[0]
+    return f'{head}{_vocab_text(_vocab(parts, spelled))},\n  "merges": [{merges}]{end}\n'
 
 
 def _vocab_text(vocab: dict[str, int]) -> str:
-    text = json.dumps(vocab, ensure_ascii=False)
-    return text if any(', "' in token for token in vocab) else text.replace(', "', ',\n"')
+    lines = ",\n".join([f"{_quoted(token)}: {number}" for token, number in vocab.items()])
+    return f"{{{lines}}}"
 
 
 def write_files(parts: Parts, directory: Path) -> None:
     """Write the three files into an existing directory."""
-    content = to_json(parts)
-    ids = token_ids(parts)
+    spelled = _spelled(parts)
+    ids, vocab = token_ids(parts), _vocab(parts, spelled)
+    merges = [(spelled[left], spelled[right]) for left, right in parts.merges]
     alike = [name for name in parts.special_tokens if set(name) <= BYTE_OF.keys() and to_bytes(name) in ids]
     if alike:
         warnings.warn(
@@ -227,12 +249,12 @@ def write_files(parts: Parts, directory: Path) -> None:
     more |= {"ignore_merges": True} if parts.whole_pieces else {}
     more |= {"tied_ranks": True} if parts.tied_ranks else {}
     more |= {"normalizer": parts.normalizer} if parts.normalizer else {}
-    vocab, specials = content["model"]["vocab"], [name for name in parts.special_tokens if name not in alike]
-    if set(_not_made(vocab, content["model"]["merges"])) != set(specials):
+    specials = [name for name in parts.special_tokens if name not in alike]
+    if set(_not_made(vocab, merges)) != set(specials):
         more["special_tokens"] = specials
     header = "#version: 0.2" + (f" {json.dumps(more)}" if more else "")
-    lines = [header, *(" ".join(merge) for merge in content["model"]["merges"])]
-    (directory / "tokenizer.json").write_text(json_text(content), "utf-8")
+    lines = [header, *(" ".join(merge) for merge in merges)]
+    (directory / "tokenizer.json").write_text(json_text(parts), "utf-8")
     (directory / "vocab.json").write_text(_vocab_text(vocab), "utf-8")
     (directory / "merges.txt").write_text("\n".join(lines) + "\n", "utf-8")
 

@@ -183,7 +183,7 @@ class Tokenizer:
 
     def save_json(self, path: str | os.PathLike) -> None:
         """Write `tokenizer.json` alone."""
-        write_atomic(Path(path), formats.json_text(formats.to_json(self._parts)))
+        write_atomic(Path(path), formats.json_text(self._parts))
 
     def save_ranks(self, path: str | os.PathLike) -> None:
         """Write a tiktoken rank file (special tokens and pattern are not part of that format)."""
@@ -237,7 +237,8 @@ class Tokenizer:
     @property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of vocabulary, merges, special tokens and pattern: the same for every file format."""
-        parts = [b"%d %d:%b\n" % (number, len(token), token) for number, token in sorted(self._parts.vocab.items())]
+        vocab = self._parts.vocab
+        parts = [b"%d %d:%b\n" % (number, len(vocab[number]), vocab[number]) for number in sorted(vocab)]
         parts += [b"%d:%b %d:%b\n" % (len(left), left, len(right), right) for left, right in self._parts.merges]
         parts += [b"%d %b\n" % (number, name.encode()) for name, number in sorted(self._parts.special_tokens.items())]
         parts.append(self._parts.pattern.encode() + b" whole" * self._parts.whole_pieces)
