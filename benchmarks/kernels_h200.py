@@ -420,7 +420,7 @@ def rms_case(width, n_rows=32768):
 
 def loss():
     attempt("loss check", loss_check)
-    for shape in ((16384, 50304, 768), (16384, 128256, 2048)):
+    for shape in ((16384, 50304, 768), (16384, 50257, 768), (16384, 128256, 2048)):
         attempt(f"loss {shape}", loss_case, *shape)
 
 
@@ -474,6 +474,9 @@ def elementwise():
     for rows_, width in ((16384, 2048), (16384, 8192)):
         attempt(f"swiglu {rows_}x{width}", swiglu_case, rows_, width)
     attempt("rope", rope_case, 16, 12, 1024, 64)
+    for shape in ((2, 1000, 4, 2, 64), (1, 4096, 4, 4, 64), (1, 2304, 2, 1, 128), (1, 700, 2, 2, 80)):
+        for deterministic in (True, False):
+            attempt(f"rotary {shape}", rotary_check, *shape, deterministic)
 
 
 def race(name, functions, leaves_of, d_out_of, forward_bytes, backward_bytes) -> None:
@@ -501,20 +504,52 @@ def swiglu_case(n_rows, width):
     from groundup.kernels import swiglu
 
     def leaves():
-        return [torch.randn(n_rows, width, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+        return [torch.randn(n_rows, 2 * width, device="cuda", dtype=torch.bfloat16, requires_grad=True)]
 
-    plain = lambda g, u: torch.nn.functional.silu(g) * u  # noqa: E731
-    a = leaves()
-    wide = [x.detach().double().requires_grad_() for x in a]
-    flow = torch.randn_like(a[0])
-    ours, truth = swiglu(*a, backend="triton"), plain(*wide)
+    def plain(both):
+        gate, up = both.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
+    (a,) = leaves()
+    wide = a.detach().double().requires_grad_()
+    ours, truth = swiglu(a, backend="triton"), plain(wide)
+    flow = torch.randn_like(ours)
     grads = torch.autograd.grad(ours, a, flow), torch.autograd.grad(truth, wide, flow.double())
     pairs = zip([ours, *grads[0]], [truth, *grads[1]], strict=True)
     worst = max(errors(x, y)[2] for x, y in pairs)
     note(case=f"swiglu {n_rows}x{width}", ok=worst < 4e-3, frobenius=worst)
-    functions = {"ours": lambda g, u: swiglu(g, u, "triton"), "eager": plain, "compiled": torch.compile(plain)}
+    functions = {"ours": lambda x: swiglu(x, "triton"), "eager": plain, "compiled": torch.compile(plain)}
     size = n_rows * width * 2
     race(f"swiglu {n_rows}x{width}", functions, leaves, torch.randn_like, 3 * size, 5 * size)
+
+
+def rotary_check(batch, seq, heads, kv_heads, d, deterministic):
+    """RoPE and attention of one projection against both apart, in the same kernels' types, on odd and even lengths."""
+    import torch
+
+    from groundup.kernels import rotary_attention
+    from groundup.kernels.attention import Rule, reference
+    from groundup.kernels.elementwise import turned
+    from groundup.kernels.rotary_attention import parts
+
+    qkv = torch.randn(batch, seq, heads + 2 * kv_heads, d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    angle = torch.randn(seq, d // 2, device="cuda")
+    rotation = angle.cos(), angle.sin()
+    ours = rotary_attention(qkv, rotation, heads, deterministic=deterministic)
+    flow = torch.randn_like(ours)
+    (grad,) = torch.autograd.grad(ours, qkv, flow)
+
+    def apart(x):
+        q, k, v = parts(x, heads)
+        q, k = turned(q, *rotation), turned(k, *rotation)
+        return reference(q, k, v, Rule(True, 0, 0.0, d**-0.5), None)[0].transpose(1, 2)
+
+    wide = qkv.detach().double().requires_grad_()
+    truth, eager = apart(wide), apart(qkv)
+    (expected,), (theirs,) = torch.autograd.grad(truth, wide, flow.double()), torch.autograd.grad(eager, qkv, flow)
+    ratios = [errors(a, t)[2] / errors(e, t)[2] for a, e, t in ((ours, eager, truth), (grad, theirs, expected))]
+    name = f"rotary {batch},{seq},{heads},{kv_heads},{d} {'deterministic' if deterministic else 'fastest'}"
+    note(case=name, ok=max(ratios) < 1.25, out_over_eager=ratios[0], grad_over_eager=ratios[1])
 
 
 def rope_case(batch, heads, seq, d):

@@ -47,7 +47,10 @@ def kept_by_autograd(model: TransformerLM, ids: torch.Tensor, context: AbstractC
 @pytest.mark.parametrize(
     ("attention", "kernels"), [("reference", "triton"), ("flash-triton", "loss"), ("flash-triton", "triton")]
 )
-@pytest.mark.parametrize("changes", [*SHAPES[:2], VARIANTS[1], *VARIANTS[3:6:2], *VARIANTS[-2:]])
+@pytest.mark.parametrize(
+    "changes",
+    [*SHAPES[:2], SHAPES[4], {"n_heads": 1, "position": "nope"}, VARIANTS[1], *VARIANTS[3:6:2], *VARIANTS[-2:]],
+)
 def test_saved_tensors_are_the_operators(
     changes: dict[str, Any], attention: str, kernels: str, precision: str, anywhere: None
 ) -> None:

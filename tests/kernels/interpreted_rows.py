@@ -55,10 +55,12 @@ def test_operators_are_registered_in_full():
 
 
 @pytest.mark.parametrize(("z_loss", "softcap"), [(0.0, 0.0), (1e-2, 3.0)])
-def test_linear_cross_entropy_equals_the_plain_chunks(z_loss: float, softcap: float):
+@pytest.mark.parametrize("vocab", [37, 48, 257])
+def test_linear_cross_entropy_equals_the_plain_chunks(vocab: int, z_loss: float, softcap: float):
+    """48 columns need no padding; 37 and 257 are padded to 64 and 320."""
     torch.manual_seed(0)
-    x, head = torch.randn(2, 9, 12, requires_grad=True), torch.randn(37, 12, requires_grad=True)
-    targets = torch.randint(0, 37, (2, 9))
+    x, head = torch.randn(2, 9, 12, requires_grad=True), torch.randn(vocab, 12, requires_grad=True)
+    targets = torch.randint(0, vocab, (2, 9))
     targets[0, :3] = -100
     found = []
     for backend in ("triton", "torch"):
@@ -71,15 +73,23 @@ def test_linear_cross_entropy_equals_the_plain_chunks(z_loss: float, softcap: fl
 def test_columns_past_the_vocabulary_take_no_probability():
     """With every logit at -100 and a softcap, padding treated as logits would hold most of the mass."""
     logits, losses = torch.full((2, 17), -100.0), torch.empty(2)
-    rows_in_place(logits, torch.tensor([3, 16]), losses, torch.ones(()), 0.0, 30.0, True)
+    rows_in_place(logits, torch.tensor([3, 16]), losses, torch.ones(()), 0.0, 30.0, True, 17)
     torch.testing.assert_close(losses, torch.full((2,), torch.log(torch.tensor(17.0)).item()))
+    torch.testing.assert_close(logits.sum(1), torch.zeros(2), atol=1e-6, rtol=0)
+
+
+def test_padding_takes_no_probability_and_has_no_gradient():
+    logits, losses = torch.zeros(2, 64), torch.empty(2)
+    rows_in_place(logits, torch.tensor([3, 36]), losses, torch.ones(()), 0.0, 0.0, True, 37)
+    torch.testing.assert_close(losses, torch.full((2,), torch.log(torch.tensor(37.0)).item()))
+    assert logits[:, 37:].eq(0).all()
     torch.testing.assert_close(logits.sum(1), torch.zeros(2), atol=1e-6, rtol=0)
 
 
 def test_a_row_that_is_all_minus_infinity_but_one():
     logits, losses = torch.full((1, 5000), float("-inf")), torch.empty(1)
     logits[0, 4900] = 1.0
-    rows_in_place(logits, torch.tensor([4900]), losses, torch.ones(()), 0.0, 0.0, True)
+    rows_in_place(logits, torch.tensor([4900]), losses, torch.ones(()), 0.0, 0.0, True, 5000)
     assert losses.item() == 0.0
     assert logits.eq(0).all()
 

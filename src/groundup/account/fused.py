@@ -1,7 +1,8 @@
 """The kernels of groundup.kernels over symbolic tensors: what one launch reads and writes, and what it keeps.
 
-They keep what their backward computes the rest from: a norm its input and one number a row, SwiGLU its two inputs, RoPE
-nothing, attention q, k, v, the output and the logsumexp, the loss its own gradients.
+They keep what their backward computes the rest from: a norm its input and one number a row, SwiGLU its input, RoPE
+nothing, attention q, k, v (or the projection that holds them), the output and the logsumexp, the loss its own
+gradients. The few rows of padding that some vocabularies get are left out.
 """
 
 from math import prod
@@ -30,18 +31,20 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return attach(out, record("norm", [x, weight], backward))
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Keeps both inputs."""
-    tape = gate.tape
-    kept = [tape.save(t, "swiglu") for t in (gate, up)] if tape.records(gate, up) else []
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Keeps its input, which is both halves."""
+    tape = gate_up.tape
+    kept = tape.save(gate_up, "swiglu") if tape.records(gate_up) else None
 
     def backward(grad: Tensor) -> list[Tensor]:
-        gate, up = (t.get() for t in kept)
-        grads = [tape.empty(t.shape, t.dtype, "swiglu.d") for t in (gate, up)]
-        tape.launch("swiglu_backward", (grad, gate, up, *grads))
-        return grads
+        assert kept is not None
+        gate_up = kept.get()
+        d_gate_up = tape.empty(gate_up.shape, gate_up.dtype, "swiglu.d")
+        tape.launch("swiglu_backward", (grad, gate_up, d_gate_up))
+        return [d_gate_up]
 
-    return attach(result("swiglu", gate.shape, gate.dtype, gate, up), record("swiglu", [gate, up], backward))
+    shape = (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    return attach(result("swiglu", shape, gate_up.dtype, gate_up), record("swiglu", [gate_up], backward))
 
 
 def rope(q: Tensor, k: Tensor) -> list[Tensor]:
@@ -82,9 +85,39 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attach(out, record("flash", [q, k, v], backward))
 
 
+def rotary_attention(qkv: Tensor, n_heads: int, turned: bool) -> Tensor:
+    """RoPE and causal attention of a projection (batch, seq, all heads, d_head): keeps the turned projection (without
+    RoPE the projection), the output and the logsumexp; the gradient is one tensor, turned back in place."""
+    tape = qkv.tape
+    batch, seq, heads, d_head = qkv.shape
+    sizes = (batch * n_heads, seq, d_head, seq)
+    seen = qkv
+    if turned:
+        seen = tape.empty(qkv.shape, qkv.dtype, "rope")
+        tape.launch("rope", (qkv, seen))
+    shape = (batch, seq, n_heads, d_head)
+    out = tape.empty(shape, qkv.dtype, "flash")
+    logsumexp = tape.empty((batch, n_heads, seq), "fp32", "logsumexp")
+    tape.launch("flash", (seen, out, logsumexp), 2 * prod(sizes), sizes)
+    kept = [tape.save(t, "flash") for t in (seen, out, logsumexp)] if tape.records(qkv) else []
+
+    def backward(grad: Tensor) -> list[Tensor]:
+        seen, out, logsumexp = (t.get() for t in kept)
+        delta = result("rowsum", logsumexp.shape, "fp32", grad, out)
+        d_seen = tape.empty(seen.shape, seen.dtype, "flash.dqkv")
+        tape.launch("flash_backward", (seen, grad, logsumexp, delta, d_seen), 5 * prod(sizes), sizes)
+        if turned:
+            pair = Tensor((batch, seq, (heads + n_heads) // 2, d_head), d_seen.dtype, d_seen.storage)
+            tape.launch("rope", (pair, pair))
+        return [d_seen]
+
+    return attach(out, record("flash", [qkv], backward))
+
+
 def chunk_rows(n_tokens: int, vocab: int, width: int, item: int) -> int:
     """Tokens in a chunk of the loss, as the function of this name in kernels/linear_cross_entropy.py."""
-    budget = max(CHUNK_BYTES, vocab * width * 4 // 4, n_tokens * vocab * item // 16)
+    share = 8 if n_tokens >= 1 << 15 else 16
+    budget = max(CHUNK_BYTES, vocab * width * 4 * 3 // 16, n_tokens * vocab * item // share)
     return min(n_tokens, max(128, budget // (vocab * item) // 128 * 128))
 
 

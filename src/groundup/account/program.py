@@ -9,7 +9,7 @@ from functools import partial
 
 from groundup.account import fused, ops, products
 from groundup.account.params import parameter_shapes
-from groundup.account.tape import DType, Kernel, Tape, Tensor
+from groundup.account.tape import ITEMSIZE, DType, Kernel, Tape, Tensor
 from groundup.config import ModelConfig
 
 
@@ -59,6 +59,7 @@ def forward(model: Model, ids: Tensor, targets: Tensor | None = None) -> Tensor:
         mask = ops.result("tril", (seq, seq), "bool", ops.result("ones", (seq, seq), "bool", ids))
     with tape.inside("token_embeddings"):
         x = ops.embedding(model["token_embeddings.weight"], ids)
+        x = ops.cast(x, "bf16") if tape.autocast else x
     rotation = [ops.viewed(t, (seq, t.shape[1])) for t in model.angles]
     layers, every = model.config.n_layers, model.how.checkpoint_every
     for first in range(0, layers, every or 1):
@@ -102,21 +103,17 @@ def _norm(model: Model, name: str, x: Tensor) -> Tensor:
 
 def _feed_forward(model: Model, name: str, x: Tensor) -> Tensor:
     with x.tape.inside("ffn"):
-        up = products.linear(x, model[f"{name}.w1.weight"], "w1")
-        if model.config.ffn == "swiglu":
-            hidden = _gated(model, name, x, up)
-        elif model.config.ffn == "silu":
-            hidden = _silu(up)
-        else:
-            hidden = ops.square(ops.relu(up))
-        del up
-        return products.linear(hidden, model[f"{name}.w2.weight"], "w2")
+        return products.linear(_hidden(model, name, x), model[f"{name}.w2.weight"], "w2")
 
 
-def _gated(model: Model, name: str, x: Tensor, up: Tensor) -> Tensor:
-    if model.how.kernels == "triton":
-        return fused.swiglu(up, products.linear(x, model[f"{name}.w3.weight"], "w3"))
-    return ops.mul(_silu(up), products.linear(x, model[f"{name}.w3.weight"], "w3"))
+def _hidden(model: Model, name: str, x: Tensor) -> Tensor:
+    gated, w1 = model.config.ffn == "swiglu", model[f"{name}.w1.weight"]
+    if gated and model.how.kernels == "triton" and x.tape.records(x, w1):
+        return fused.swiglu(products.linear(x, ops.cat_rows([w1, model[f"{name}.w3.weight"]]), "w13"))
+    up = products.linear(x, w1, "w1")
+    if gated:
+        return ops.mul(_silu(up), products.linear(x, model[f"{name}.w3.weight"], "w3"))
+    return _silu(up) if model.config.ffn == "silu" else ops.square(ops.relu(up))
 
 
 def _silu(x: Tensor) -> Tensor:
@@ -126,7 +123,13 @@ def _silu(x: Tensor) -> Tensor:
 def _attention(model: Model, name: str, x: Tensor, mask: Tensor | None, rotation: list[Tensor]) -> Tensor:
     config = model.config
     with x.tape.inside("attn"):
-        q, k, v = _project(model, name, x, joined=mask is not None)
+        as_one = mask is None and model.how.kernels == "triton" and not config.qk_norm
+        if as_one and config.d_head * (2 if x.tape.autocast else ITEMSIZE[x.dtype]) % 16 == 0:
+            qkv = _joined(model, name, x)
+            qkv = ops.view(qkv, (*x.shape[:2], config.n_heads + 2 * config.n_kv_heads, config.d_head))
+            together = ops.view(fused.rotary_attention(qkv, config.n_heads, turned=bool(rotation)), x.shape)
+            return products.linear(together, model[f"{name}.output_proj.weight"], "output")
+        q, k, v = _project(model, name, x, joined=mask is not None or as_one)
         q, k = _norm(model, f"{name}.q_norm", q), _norm(model, f"{name}.k_norm", k)
         if rotation and model.how.kernels == "triton":
             q, k = fused.rope(q, k)
@@ -173,8 +176,13 @@ def _project(model: Model, name: str, x: Tensor, joined: bool) -> list[Tensor]:
     if not joined:
         out = [products.linear(x, weight, part) for weight, part in zip(weights, "qkv", strict=True)]
         return [ops.view(t, (batch, n, seq, config.d_head)) for t, n in zip(out, sizes, strict=True)]
-    together = products.linear(x, ops.cat_rows(weights), "qkv")
+    together = _joined(model, name, x)
     return ops.split(ops.view(together, (batch, sum(sizes), seq, config.d_head), gradient_copied=True), sizes, 1)
+
+
+def _joined(model: Model, name: str, x: Tensor) -> Tensor:
+    """q, k and v from one product: (batch, seq, all heads · d_head)."""
+    return products.linear(x, ops.cat_rows([model[f"{name}.{part}_proj.weight"] for part in "qkv"]), "qkv")
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -64,8 +64,8 @@ class ModelConfig:
     """Whether attention's backward adds in a fixed order, so that runs repeat bit for bit."""
     kernels: Kernels = "auto"
     """Norm, RoPE, SwiGLU and loss. triton: kernels for all; loss: plain operations, and a cross entropy that never
-    holds all logits; reference: plain operations; auto: on a GPU triton, or loss where the model is compiled (the
-    compiler fuses the rest); on a CPU reference."""
+    holds all logits; reference: plain operations; auto: on a GPU triton, but for the norms of a compiled model (the
+    compiler fuses them with their neighbours); on a CPU reference."""
     checkpoint_activations: int = 0
     """Activation checkpointing: blocks a piece holds whose activations are computed again in backward; 0: none."""
 

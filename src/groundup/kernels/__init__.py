@@ -12,6 +12,7 @@ from groundup.kernels.flash_triton import FlashAttentionTriton
 from groundup.kernels.linear_cross_entropy import linear_cross_entropy
 from groundup.kernels.newton_schulz import newton_schulz_gram
 from groundup.kernels.rms_norm import RMSNorm, RMSNormTriton, rms_norm
+from groundup.kernels.rotary_attention import rotary_attention
 
 __all__ = [
     "FlashAttention",
@@ -25,5 +26,6 @@ __all__ = [
     "newton_schulz_gram",
     "rms_norm",
     "rope",
+    "rotary_attention",
     "swiglu",
 ]

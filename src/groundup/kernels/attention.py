@@ -61,9 +61,7 @@ def attention(
     pair = (documents, documents) if isinstance(documents, Tensor) else documents
     rule = Rule(causal, window, softcap, scale or 1 / sqrt(q.shape[-1]))
     bare = not (window or softcap or pair is not None)
-    chosen = pick(backend, q, v, bare and not return_lse and scale is None)
-    if chosen in ("auto", "flash-hopper"):
-        chosen = hopper_or_triton(chosen, flash_hopper.obstacle(q, k, v, causal, bare))
+    chosen = pick(backend, (q, k, v), causal, bare, simple=bare and not return_lse and scale is None)
     if chosen == "flash-torch":
         return flash_attention(q, k, v, causal)
     if chosen == "sdpa":
@@ -101,16 +99,15 @@ def check(q: Tensor, k: Tensor, v: Tensor, window: int, softcap: float, scale: f
         raise UserError(f"attention: window {window}, softcap {softcap}, scale {scale} must not be negative")
 
 
-def pick(backend: str, q: Tensor, v: Tensor, plain: bool) -> str:
-    """The backend that runs; "auto" stays where one of the GPU kernels does. `plain`: causal or full, nothing else."""
+def pick(backend: str, qkv: tuple[Tensor, ...], causal: bool, bare: bool, simple: bool) -> str:
+    """The backend that runs. `bare`: no window, softcap or documents; `simple`: nor a scale or a logsumexp."""
     if backend not in BACKENDS:
         raise UserError(f'attention backend "{backend}" does not exist{nearest_name(backend, BACKENDS)}')
+    q, k, v = qkv
     fits = max(q.shape[-1], v.shape[-1]) <= 256 and q.dtype != torch.float64
-    if backend == "auto":
-        if not (q.is_cuda and fits and runs_triton(q)):
-            return "reference"
-        return "auto"
-    if backend in ("flash-torch", "sdpa") and not plain:
+    if backend == "auto" and not (q.is_cuda and fits and runs_triton(q)):
+        return "reference"
+    if backend in ("flash-torch", "sdpa") and not simple:
         note_fallback(f"attention backend {backend}", "knows causal and full only; using reference")
         return "reference"
     if backend in ("flash-triton", "flash-hopper"):
@@ -121,6 +118,8 @@ def pick(backend: str, q: Tensor, v: Tensor, plain: bool) -> str:
                 f"attention backend {backend}", f"no kernel for width {q.shape[-1]} {q.dtype}; using reference"
             )
             return "reference"
+    if backend in ("auto", "flash-hopper"):
+        return hopper_or_triton(backend, flash_hopper.obstacle(q, k, v, causal, bare))
     return backend
 
 
@@ -175,9 +174,8 @@ def forward_op(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output and logsumexp; on_q and on_k are the document intervals."""
     rule = Rule(causal, window, softcap, scale, None if on_q is None or on_k is None else (on_q, on_k))
-    if hopper and k.shape[2] >= flash_hopper.FORWARD_FROM[q.shape[-1]] and flash_hopper.proven(q):
-        return flash_hopper.attention_forward(q, k, v, rule)
-    return flash_triton.attention_forward(q, k, v, rule)
+    kernels = flash_hopper if hopper and flash_hopper.forward_pays(q, k) else flash_triton
+    return kernels.attention_forward(q, k, v, rule)
 
 
 @forward_op.register_fake
@@ -194,10 +192,8 @@ def backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v."""
     rule = Rule(causal, window, softcap, scale, None if on_q is None or on_k is None else (on_q, on_k))
-    from_here = flash_hopper.BACKWARD_FROM.get(q.shape[-1], 0)
-    if hopper and not deterministic and k.shape[2] >= from_here and flash_hopper.proven(q):
-        return flash_hopper.attention_backward(d_out, d_lse, q, k, v, out, lse, rule)
-    return flash_triton.attention_backward(d_out, d_lse, q, k, v, out, lse, rule)
+    kernels = flash_hopper if hopper and not deterministic and flash_hopper.backward_pays(q, k) else flash_triton
+    return kernels.attention_backward(d_out, d_lse, q, k, v, out, lse, rule)
 
 
 @backward_op.register_fake

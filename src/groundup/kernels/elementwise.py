@@ -1,8 +1,8 @@
 """SwiGLU and RoPE: one launch each, forward and backward, limited by memory alone.
 
-SwiGLU saves its two inputs and computes the sigmoid again: 2 reads and 1 write forward, 3 reads and 2 writes backward
-(eager autograd keeps four tensors of this size). RoPE turns q and k in one launch; its backward is the same kernel with
-the angle's sign changed, and saves nothing but the table of angles.
+SwiGLU takes gate and up as the halves of one product, saves them and computes the sigmoid again: 2 reads and 1 write
+forward, 3 reads and 2 writes backward (eager autograd keeps four tensors of this size). RoPE turns q and k in one
+launch; its backward is the same kernel with the angle's sign changed, and saves nothing but the table of angles.
 """
 
 from typing import Any
@@ -17,57 +17,67 @@ from groundup.kernels.flash_torch import at_least_float32
 from groundup.kernels.flash_triton import rows_first
 
 
-def swiglu(gate: Float[Tensor, "..."], up: Float[Tensor, "..."], backend: str = "auto") -> Float[Tensor, "..."]:
-    """silu(gate) ∘ up (Shazeer 2020) in gate's type, computed in float32 at least. UserError for unequal shapes."""
-    if gate.shape != up.shape or gate.dtype != up.dtype:
-        raise UserError(f"swiglu: gate {tuple(gate.shape)} {gate.dtype} and up {tuple(up.shape)} {up.dtype} differ")
-    if choose(backend, gate) == "triton" and gate.numel():
-        return swiglu_op(gate, up)
+def swiglu(gate_up: Float[Tensor, "... two_d_ff"], backend: str = "auto") -> Float[Tensor, "... d_ff"]:
+    """silu(gate) ∘ up (Shazeer 2020) of the two halves of the last dimension, computed in float32 at least.
+
+    Both halves come from one matrix product, and their gradient is one tensor again. UserError for an odd width.
+    """
+    if gate_up.shape[-1] % 2:
+        raise UserError(f"swiglu: the last dimension {gate_up.shape[-1]} has no two halves")
+    if choose(backend, gate_up) == "triton" and gate_up.numel():
+        return swiglu_op(gate_up)
+    gate, up = gate_up.chunk(2, -1)
     wide = at_least_float32(gate)
     return (wide * torch.sigmoid(wide) * up).to(gate.dtype)
 
 
+SWIGLU_BLOCK = 1024
+
+
 @torch.library.custom_op("groundup::swiglu", mutates_args=())
-def swiglu_op(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu_op(gate_up: Tensor) -> Tensor:
     """silu(gate) ∘ up."""
     from groundup.kernels.elementwise_triton import swiglu_kernel
 
-    gate, up = gate.contiguous(), up.contiguous()
-    out = torch.empty_like(gate)
-    with on_device_of(gate):
-        launch(swiglu_kernel, -(-gate.numel() // 2048), gate, up, out, gate.numel(), BLOCK=2048)
+    gate_up = gate_up.contiguous()
+    width = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], width)
+    with on_device_of(gate_up):
+        tiles = -(-width // SWIGLU_BLOCK)
+        launch(swiglu_kernel, out.numel() // width * tiles, gate_up, out, width, tiles, BLOCK=SWIGLU_BLOCK)
     return out
 
 
 @swiglu_op.register_fake
-def _(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.empty_like(gate, memory_format=torch.contiguous_format)
+def _(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
 @torch.library.custom_op("groundup::swiglu_backward", mutates_args=())
-def swiglu_backward_op(d_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """(d_gate, d_up)."""
+def swiglu_backward_op(d_out: Tensor, gate_up: Tensor) -> Tensor:
+    """The gradient of gate_up."""
     from groundup.kernels.elementwise_triton import swiglu_backward_kernel
 
-    d_out, gate, up = d_out.contiguous(), gate.contiguous(), up.contiguous()
-    d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
-    with on_device_of(gate):
-        blocks = -(-gate.numel() // 2048)
-        launch(swiglu_backward_kernel, blocks, d_out, gate, up, d_gate, d_up, gate.numel(), BLOCK=2048)
-    return d_gate, d_up
+    d_out, gate_up = d_out.contiguous(), gate_up.contiguous()
+    width = d_out.shape[-1]
+    grad = torch.empty_like(gate_up)
+    with on_device_of(gate_up):
+        tiles = -(-width // SWIGLU_BLOCK)
+        programs = d_out.numel() // width * tiles
+        launch(swiglu_backward_kernel, programs, d_out, gate_up, grad, width, tiles, BLOCK=SWIGLU_BLOCK)
+    return grad
 
 
 @swiglu_backward_op.register_fake
-def _(d_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    plain = torch.contiguous_format
-    return torch.empty_like(gate, memory_format=plain), torch.empty_like(up, memory_format=plain)
+def _(d_out: Tensor, gate_up: Tensor) -> Tensor:
+    return torch.empty_like(gate_up, memory_format=torch.contiguous_format)
 
 
 def _swiglu_save(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _swiglu_differentiate(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor]:
+def _swiglu_differentiate(ctx: Any, d_out: Tensor) -> Tensor:
     return swiglu_backward_op(d_out, *ctx.saved_tensors)
 
 
@@ -103,21 +113,33 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @torch.library.custom_op("groundup::rope", mutates_args=())
 def rope_op(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
     """q and k turned, or with `back` turned the other way."""
+    out = rows_first(*q.shape, like=q), rows_first(*k.shape, like=k)
+    turn_into((q, k), out, cos, sin, back)
+    return out
+
+
+def turn_into(
+    pair: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, back: bool,
+    factor: float = 1.0, values: bool = False,
+) -> None:  # fmt: skip
+    """Write q · factor and k, turned, into `out`, which may be the same tensors; last strides of `out` must be 1.
+
+    `values`: behind the heads of k lie as many of v, there as here, which are copied.
+    """
     from groundup.kernels.elementwise_triton import rope_kernel
 
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    out_q, out_k = rows_first(*q.shape, like=q), rows_first(*k.shape, like=k)
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in pair)
     (batch, heads, seq, d), kv_heads = q.shape, k.shape[1]
     block = 1 << (d // 2 - 1).bit_length()
     rows = max(1, 1024 // block)
     tiles = -(-seq // rows)
+    strides = (s for x in (q, k, *out) for s in x.stride()[:3])
+    n_heads = heads + kv_heads * (2 if values else 1)
     with on_device_of(q):
         launch(
-            rope_kernel, tiles * batch * (heads + kv_heads), q, k, out_q, out_k, cos.contiguous(), sin.contiguous(),
-            seq, heads, kv_heads, *q.stride()[:3], *k.stride()[:3], *out_q.stride()[:3], *out_k.stride()[:3], d // 2,
-            ROWS=rows, BLOCK=block, BACK=back,
+            rope_kernel, tiles * batch * n_heads, q, k, *out, cos.contiguous(), sin.contiguous(), factor,
+            seq, heads, kv_heads, *strides, d // 2, ROWS=rows, BLOCK=block, BACK=back, VALUES=values,
         )  # fmt: skip
-    return out_q, out_k
 
 
 @rope_op.register_fake

@@ -7,23 +7,27 @@ import triton.language as tl
 
 
 @triton.jit
-def swiglu_kernel(GATE, UP, OUT, n, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(GATE + i, mask=i < n, other=0.0).to(tl.float32)
-    up = tl.load(UP + i, mask=i < n, other=0.0).to(tl.float32)
-    tl.store(OUT + i, (gate * tl.sigmoid(gate) * up).to(OUT.dtype.element_ty), mask=i < n)
+def swiglu_kernel(GATE_UP, OUT, width, tiles, BLOCK: tl.constexpr):
+    """BLOCK columns of one row; the row's gate stands before its up."""
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    c = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(GATE_UP + row * 2 * width + c, mask=c < width, other=0.0).to(tl.float32)
+    up = tl.load(GATE_UP + (row * 2 + 1) * width + c, mask=c < width, other=0.0).to(tl.float32)
+    tl.store(OUT + row * width + c, (gate * tl.sigmoid(gate) * up).to(OUT.dtype.element_ty), mask=c < width)
 
 
 @triton.jit
-def swiglu_backward_kernel(D_OUT, GATE, UP, D_GATE, D_UP, n, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    d_out = tl.load(D_OUT + i, mask=i < n, other=0.0).to(tl.float32)
-    gate = tl.load(GATE + i, mask=i < n, other=0.0).to(tl.float32)
-    up = tl.load(UP + i, mask=i < n, other=0.0).to(tl.float32)
+def swiglu_backward_kernel(D_OUT, GATE_UP, GRAD, width, tiles, BLOCK: tl.constexpr):
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    c = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
+    d_out = tl.load(D_OUT + row * width + c, mask=c < width, other=0.0).to(tl.float32)
+    gate = tl.load(GATE_UP + row * 2 * width + c, mask=c < width, other=0.0).to(tl.float32)
+    up = tl.load(GATE_UP + (row * 2 + 1) * width + c, mask=c < width, other=0.0).to(tl.float32)
     s = tl.sigmoid(gate)
     # silu' = s + gate · s · (1 - s)
-    tl.store(D_GATE + i, (d_out * up * s * (1 + gate * (1 - s))).to(D_GATE.dtype.element_ty), mask=i < n)
-    tl.store(D_UP + i, (d_out * gate * s).to(D_UP.dtype.element_ty), mask=i < n)
+    d_gate, d_up = d_out * up * s * (1 + gate * (1 - s)), d_out * gate * s
+    tl.store(GRAD + row * 2 * width + c, d_gate.to(GRAD.dtype.element_ty), mask=c < width)
+    tl.store(GRAD + (row * 2 + 1) * width + c, d_up.to(GRAD.dtype.element_ty), mask=c < width)
 
 
 @triton.jit
@@ -38,26 +42,32 @@ def turn(X, OUT, row, cos, sin, x_row, out_row, keep, ROWS: tl.constexpr, BLOCK:
 
 @triton.jit(do_not_specialize=["seq", "heads", "kv_heads"])
 def rope_kernel(
-    Q, K, OUT_Q, OUT_K, COS, SIN, seq, heads, kv_heads, q_batch, q_head, q_row, k_batch, k_head, k_row,
+    Q, K, OUT_Q, OUT_K, COS, SIN, factor, seq, heads, kv_heads, q_batch, q_head, q_row, k_batch, k_head, k_row,
     oq_batch, oq_head, oq_row, ok_batch, ok_head, ok_row, half,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, BACK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, BACK: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """ROWS positions of one head; the heads of k follow those of q."""
+    """ROWS positions of one head; the heads of k follow those of q, which are multiplied by `factor` as well.
+
+    VALUES: as many heads again follow those of k in memory; they are copied as they are.
+    """
     tiles = tl.cdiv(seq, ROWS)
     flat = tl.program_id(0) // tiles
-    batch = (flat // (heads + kv_heads)).to(tl.int64)
-    head = (flat % (heads + kv_heads)).to(tl.int64)
+    n_heads = heads + kv_heads * (2 if VALUES else 1)
+    batch = (flat // n_heads).to(tl.int64)
+    head = (flat % n_heads).to(tl.int64)
     row = (tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     pair = tl.arange(0, BLOCK)[None, :]
     inside = (row < seq) & (pair < half)
-    cos = tl.load(COS + row * half + pair, mask=inside, other=0.0)
-    sin = tl.load(SIN + row * half + pair, mask=inside, other=0.0)
+    turned = head < heads + kv_heads
+    cos = tl.load(COS + row * half + pair, mask=inside & turned, other=1.0)
+    sin = tl.load(SIN + row * half + pair, mask=inside & turned, other=0.0)
     if BACK:
         sin = -sin
     keep = (row < seq) & (tl.arange(0, 2 * BLOCK)[None, :] < 2 * half)
     if head < heads:
         x = Q + batch * q_batch + head * q_head
-        turn(x, OUT_Q + batch * oq_batch + head * oq_head, row, cos, sin, q_row, oq_row, keep, ROWS, BLOCK)
+        out = OUT_Q + batch * oq_batch + head * oq_head
+        turn(x, out, row, cos * factor, sin * factor, q_row, oq_row, keep, ROWS, BLOCK)
     else:
         x = K + batch * k_batch + (head - heads) * k_head
         out = OUT_K + batch * ok_batch + (head - heads) * ok_head

@@ -77,6 +77,16 @@ def obstacle(q: Tensor, k: Tensor, v: Tensor, causal: bool, plain: bool) -> str:
     return device_obstacle(q.device.index or 0)
 
 
+def forward_pays(q: Tensor, k: Tensor) -> bool:
+    """Whether the forward here is the faster one, and right on this device."""
+    return k.shape[2] >= FORWARD_FROM[q.shape[-1]] and proven(q)
+
+
+def backward_pays(q: Tensor, k: Tensor) -> bool:
+    """Whether the backward here is the faster one, and right on this device."""
+    return k.shape[2] >= BACKWARD_FROM[q.shape[-1]] and proven(q)
+
+
 def proven(q: Tensor) -> bool:
     """Whether the kernels were right on this device for q's type and width; computed at first use."""
     if torch.cuda.is_current_stream_capturing() and not _proof.get((q.device, q.dtype, q.shape[-1])):
@@ -158,6 +168,16 @@ def attention_backward(
     d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; dQ is summed in an order that is not fixed."""
+    d_k, d_v = rows_first(*k.shape, like=k), rows_first(*v.shape, like=v)
+    d_q = query_sums(d_out, d_lse, q, k, v, out, lse, rule, (d_k, d_v))
+    return scaled(d_q, rule.scale, q.dtype), d_k, d_v
+
+
+def query_sums(
+    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule,
+    into: tuple[Tensor, Tensor],
+) -> Tensor:  # fmt: skip
+    """dQ / scale in float32, in memory (batch, n_q, n_heads, d); dK and dV are written `into` tensors of one layout."""
     from groundup.kernels.flash_hopper_backward import backward_kernel
 
     (batch, kv_heads, n_k, d), (heads, n_q) = k.shape, q.shape[1:3]
@@ -166,7 +186,7 @@ def attention_backward(
     delta, lse2 = row_statistics(out, d_out, lse, d_lse, n_padded)
     q, k, v, d_out = (addressable(x) for x in (q, k, v, d_out))
     d_q = rows_first(batch, heads, n_q, d, lse).zero_()
-    d_k, d_v = rows_first(*k.shape, like=k), rows_first(*v.shape, like=v)
+    d_k, d_v = into
     bytes_a_head = n_q * 2 * d * q.itemsize * (heads // kv_heads)
     with on_device_of(q):
         launch(backward_kernel, -(-n_k // 128) * batch * kv_heads,
@@ -176,7 +196,7 @@ def attention_backward(
             heads_a_group(batch * kv_heads, bytes_a_head, L2_BYTES_BACKWARD), *d_k.stride()[:3],
             GROUP=heads // kv_heads, D=d, CAUSAL=rule.causal, EVEN=n_k % 128 == 0, **BACKWARD[d], num_warps=4,
         )  # fmt: skip
-    return scaled(d_q, rule.scale, q.dtype), d_k, d_v
+    return d_q
 
 
 def scaled(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

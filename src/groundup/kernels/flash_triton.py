@@ -184,15 +184,19 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tens
 
 
 def attention_backward(
-    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, the same bits every time. `d_lse` None: the logsumexp was not used."""
+    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v, the same bits every time. `d_lse` None: the logsumexp was not used.
+
+    `into`: where they are written, of any strides that a descriptor addresses (see `addressable`).
+    """
     if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     d, d_v = q.shape[-1], v.shape[-1]
     delta, lse2 = row_statistics(out, d_out, lse, d_lse)
     q, k, v, d_out = (addressable(x) for x in (q, k, v, d_out))
-    d_q, d_k, d_value = (rows_first(*x.shape, like=x) for x in (q, k, v))
+    d_q, d_k, d_value = into or (rows_first(*x.shape, like=x) for x in (q, k, v))
     fixed = constants(rule, q, k, v)
     with on_device_of(q):
         launch_keys((q, k, v, d_out), (d_k, d_value), (lse2, delta), rule, fixed)

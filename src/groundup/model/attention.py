@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from groundup import kernels as fused
 from groundup.config import ModelConfig
-from groundup.model.layers import Linear, RMSNorm, at_least_float32, soft_cap
+from groundup.model.layers import Linear, RMSNorm, at_least_float32, joined_product, soft_cap, use_kernel
 from groundup.model.rope import Rotation, rotate_both
 
 
@@ -96,6 +96,8 @@ class MultiHeadSelfAttention(nn.Module):
         layer: int = 0,
     ) -> Float[Tensor, "batch seq d_model"]:
         """`mask` None: causal, and the kernels of ModelConfig.attention do it; a mask means the plain path."""
+        if mask is None and cache is None and self._as_one(x, rotation):
+            return self.output_proj(self._rotary(x, rotation).flatten(-2))
         q, k, v = self._project(x, joined=mask is not None and cache is None)
         if self.variant.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -105,6 +107,21 @@ class MultiHeadSelfAttention(nn.Module):
             k, v = cache.append(layer, k, v)
         heads = self._kernel(q, k, v) if mask is None else self._plain(q, k, v, mask)
         return self.output_proj(heads.transpose(1, 2).flatten(-2))
+
+    def _as_one(self, x: Tensor, rotation: Rotation | None) -> bool:
+        """Whether one operator takes the projection, RoPE and attention: nothing lies between them."""
+        one_table = rotation is None or rotation[0].ndim == 2
+        return not self.variant.qk_norm and one_table and use_kernel(self.variant.kernels, x)
+
+    def _rotary(self, x: Tensor, rotation: Rotation | None) -> Float[Tensor, "batch seq n_heads d_head"]:
+        variant = self.variant
+        qkv = joined_product(x, self.q_proj, self.k_proj, self.v_proj).unflatten(-1, (-1, self.d_head))
+        return fused.rotary_attention(
+            *(qkv, rotation, self.n_heads),
+            softcap=variant.attention_softcap,
+            backend=variant.attention,
+            deterministic=variant.attention_deterministic,
+        )
 
     def _plain(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Float[Tensor, "batch n_heads seq d_head"]:
         if self.n_kv_heads < self.n_heads:
@@ -131,6 +148,7 @@ class MultiHeadSelfAttention(nn.Module):
         if not joined:
             apart = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
             return [t.unflatten(-1, (-1, self.d_head)).transpose(-3, -2) for t in apart]
-        weight = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
-        heads = (x @ weight.T).unflatten(-1, (-1, self.d_head)).transpose(-3, -2)
+        heads = (
+            joined_product(x, self.q_proj, self.k_proj, self.v_proj).unflatten(-1, (-1, self.d_head)).transpose(-3, -2)
+        )
         return list(heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=-3))

@@ -66,6 +66,6 @@ def rotate_both(
     kernels: str = "reference",
 ) -> tuple[Tensor, Tensor]:
     """`rotate` of queries and keys; by one kernel where the rows of a batch share their positions."""
-    if use_kernel(kernels, q) and rotation[0].ndim == 2:
+    if use_kernel(kernels, q, fuses=True) and rotation[0].ndim == 2:
         return fused.rope(q, k, *rotation, backend=kernels)
     return rotate(q, rotation), rotate(k, rotation)

@@ -46,6 +46,16 @@ class TransformerBlock(nn.Module):
         return x + self.ffn(self.ln2(x))
 
 
+def residual_type(x: Tensor) -> Tensor:
+    """The embedded tokens in the type of the residual stream: bf16 under bf16's autocast, else as they are.
+
+    Autocast leaves an embedding in float32, and every sum and norm after it would read and write twice the bytes.
+    float16 stays float32 here: sums over many layers leave its range.
+    """
+    bf16 = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) == torch.bfloat16
+    return x.bfloat16() if bf16 else x
+
+
 def make_norm(config: ModelConfig) -> nn.Module:
     """The norm of a block, or nothing."""
     return nn.Identity() if config.norm == "none" else RMSNorm(config.d_model, config.norm_eps, config.kernels)
@@ -111,7 +121,7 @@ class TransformerLM(nn.Module):
         weight = self.token_embeddings.weight
         mask = causal_mask(ids.shape[-1], end, ids.device) if plain_attention(self.config.attention, weight) else None
         # No name for the embedded tokens here: it would hold them through all blocks.
-        x = self.blocks(self.token_embeddings(ids), mask, self.rotation(slice(past, end)), cache)
+        x = self.blocks(residual_type(self.token_embeddings(ids)), mask, self.rotation(slice(past, end)), cache)
         x = self.ln_final(x)
         return self.head(x, targets, n_valid)
 

@@ -1,0 +1,120 @@
+"""Causal self-attention of one projection: q, k and v side by side, q and k turned by RoPE, then attention.
+
+Why one operator: the gradients of q, k and v belong side by side again, for one matrix product. Here the backward
+writes them there and turns them back in place; as operators of their own they would be copied together first (3 reads
+and 3 writes a layer), and the compiler's RoPE takes two launches each way. RoPE costs 3 reads and 3 writes forward, for
+v moves along: the projection can then be freed, and what is kept is one tensor.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from groundup.kernels import flash_hopper, flash_triton
+from groundup.kernels.attention import attention, autocast, pick
+from groundup.kernels.elementwise import rope, turn_into
+from groundup.kernels.flash_triton import Rule, rows_first
+
+
+def rotary_attention(
+    qkv: Float[Tensor, "batch seq heads d"],
+    rotation: tuple[Tensor, Tensor] | None,
+    n_heads: int,
+    *,
+    softcap: float = 0.0,
+    backend: str = "auto",
+    deterministic: bool = True,
+) -> Float[Tensor, "batch seq n_heads d"]:
+    """Causal attention of n_heads query heads, then the key heads, then as many value heads, in qkv's type.
+
+    `rotation`: cos and sin, each (seq, d / 2) float32; None: no RoPE. The rest is attention()'s.
+    """
+    (qkv,) = autocast(qkv)
+    q, k, v = parts(qkv, n_heads)
+    chosen = pick(backend, (q, k, v), True, not softcap, simple=not softcap)
+    cos, sin = rotation or (None, None)
+    # A head's row must start on 16 bytes, or the gradients could not be written where they belong.
+    if chosen in ("flash-triton", "flash-hopper") and q.shape[-1] * q.itemsize % 16 == 0 and qkv.numel():
+        return forward_op(qkv, cos, sin, n_heads, softcap, chosen == "flash-hopper", deterministic)[0].transpose(1, 2)
+    if cos is not None and sin is not None:
+        q, k = rope(q, k, cos, sin)
+    return attention(q, k, v, softcap=softcap, backend=backend, deterministic=deterministic).transpose(1, 2)
+
+
+def parts(qkv: Tensor, n_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of q (batch, n_heads, seq, d), k and v."""
+    kv_heads = (qkv.shape[2] - n_heads) // 2
+    q, k, v = qkv.transpose(1, 2).split([n_heads, kv_heads, kv_heads], dim=1)
+    return q, k, v
+
+
+def rule_of(qkv: Tensor, softcap: float) -> Rule:
+    return Rule(True, 0, softcap, qkv.shape[-1] ** -0.5)
+
+
+@torch.library.custom_op("groundup::rotary_attention", mutates_args=())
+def forward_op(
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, n_heads: int, softcap: float, hopper: bool,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output (batch, n_heads, seq, d), logsumexp, and qkv with q and k turned (empty without RoPE)."""
+    turned = qkv.new_empty(0)
+    q, k, v = parts(qkv, n_heads)
+    if cos is not None and sin is not None:
+        qkv = qkv.contiguous()
+        turned = torch.empty_like(qkv)
+        before, (q, k, v) = parts(qkv, n_heads), parts(turned, n_heads)
+        turn_into(before[:2], (q, k), cos, sin, back=False, values=True)
+    kernels = flash_hopper if hopper and flash_hopper.forward_pays(q, k) else flash_triton
+    return *kernels.attention_forward(q, k, v, rule_of(qkv, softcap)), turned
+
+
+@forward_op.register_fake
+def _(qkv: Tensor, cos: Tensor | None, sin: Tensor | None, n_heads: int, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    batch, seq, _, d = qkv.shape
+    turned = qkv.new_empty(0 if cos is None else qkv.shape)
+    return rows_first(batch, n_heads, seq, d, qkv), qkv.new_empty(batch, n_heads, seq, dtype=torch.float32), turned
+
+
+@torch.library.custom_op("groundup::rotary_attention_backward", mutates_args=())
+def backward_op(
+    d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, cos: Tensor | None, sin: Tensor | None, n_heads: int,
+    softcap: float, hopper: bool, deterministic: bool,
+) -> Tensor:  # fmt: skip
+    """The gradient of the projection; `qkv` is what attention saw."""
+    grad = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+    (q, k, v), (d_q, d_k, d_v) = parts(qkv, n_heads), parts(grad, n_heads)
+    rule, sums, factor = rule_of(qkv, softcap), d_q, 1.0
+    if hopper and not deterministic and flash_hopper.backward_pays(q, k):
+        sums, factor = flash_hopper.query_sums(d_out, None, q, k, v, out, lse, rule, (d_k, d_v)), rule.scale
+    else:
+        flash_triton.attention_backward(d_out, None, q, k, v, out, lse, rule, (d_q, d_k, d_v))
+    if cos is not None and sin is not None:
+        turn_into((sums, d_k), (d_q, d_k), cos, sin, back=True, factor=factor)
+    elif sums is not d_q:
+        torch.mul(sums, factor, out=d_q)
+    return grad
+
+
+@backward_op.register_fake
+def _(d_out: Tensor, qkv: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(qkv, memory_format=torch.contiguous_format)
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    qkv, cos, sin, *ctx.flags = inputs
+    out, lse, turned = output
+    ctx.save_for_backward(qkv if cos is None else turned, out, lse, cos, sin)
+    ctx.mark_non_differentiable(lse, turned)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, d_out: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    qkv, out, lse, cos, sin = ctx.saved_tensors
+    grad = None if d_out is None else backward_op(d_out.to(qkv.dtype), qkv, out, lse, cos, sin, *ctx.flags)
+    return grad, *(None,) * 6
+
+
+forward_op.register_autograd(_differentiate, setup_context=_save)
