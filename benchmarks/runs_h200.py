@@ -12,7 +12,7 @@ resume    `groundup train`, compiled and deterministic, killed (SIGKILL) and res
           bit for bit, peak memory.
 loop      the loop of train() against the bare step of the same job in the same process, with the host's time in loader
           and log; also deterministic, also Muon. 17m is the recipe, 124m is gpt2-124m at 32 × 1,024.
-generate  `groundup bench generate`, gpt2-124m, 512 tokens of prompt.
+generate  `groundup bench generate`, gpt2-124m, 512 tokens of prompt; where the time of a step of batch 1 goes.
 
 Every job is a process with a time limit. Timed jobs measure alone on their GPU (with two GPUs the last one first), one
 prepares while another measures; the others share one. The same command with the same --work goes on where it stopped.
@@ -100,15 +100,19 @@ def plan(args: argparse.Namespace, work: Path) -> list[Job]:
             job = own("loop", model=model, deterministic=on, optimizer=kind, steps=steps)
             timed.append(Job(f"loop-{model}-{kind}{'-deterministic' if on else ''}", job, 200, True))
     if "generate" in args.sections:
+        shape = {"size": "gpt2-124m", "prompt": "512", "steps": 200}
+        if args.tiny:
+            shape = {"size": "tiny", "prompt": "8", "precision": "fp32", "steps": 3}
         cells = []
         for batch, compiled in ((1, "yes"), (64, "no"), (64, "yes")):
-            shape = ["--size", "gpt2-124m", "--prompt", "512", "--steps", "200", "--compile", compiled]
-            if args.tiny:
-                shape = ["--size", "tiny", "--prompt", "8", "--precision", "fp32", "--steps", "3"]
+            cell = {**shape, "batch": str(batch), "compile": "no" if args.tiny else compiled}
             name = f"generate-{batch}{'-compiled' if compiled == 'yes' else ''}"
-            options = [*shape, "--batch", str(batch), "--time-limit", "150"]
+            options = [word for key, value in cell.items() for word in (f"--{key}", str(value))]
+            options += ["--time-limit", "150"]
             cells.append(Job(name, own("generate", name=name, options=options), 200, True))
-        timed = [cells[0], *timed, *cells[1:]]
+            if batch == 1:
+                cells.append(Job("generate-1-profile", own("decode_profile", options=cell), 120, True))
+        timed = [*cells[:2], *timed, *cells[2:]]
     return shared + timed
 
 

@@ -130,6 +130,44 @@ def generate(work: str, name: str, options: list[str]) -> dict:
     }
 
 
+def decode_profile(work: str, options: dict) -> dict:
+    """Where the time of one cell's step goes: the whole step, the replay of its graph alone, and its kernels."""
+    import torch
+
+    from groundup.bench.suites.generate import Options, Subject, cells
+
+    parameters = cells(Options(**options))[0]
+    subject = Subject(parameters, torch.device(str(parameters["device"])))
+    subject.prefill(lambda _: None)
+    for _ in range(5):
+        subject.step(lambda _: None)
+    times = []
+    with gpu_to_itself(work):
+        for _ in range(40):
+            start = time.perf_counter()
+            subject.step(lambda _: None)
+            times.append((time.perf_counter() - start) * 1e6)
+        row: dict[str, Any] = {"step_us": statistics.median(times)}
+        graph = subject.compiled and subject.compiled.graph
+        if graph is None:
+            return row
+        ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        ends[0].record()
+        for _ in range(100):
+            graph.replay()
+        ends[1].record()
+        torch.cuda.synchronize()
+        row["replay_us"] = ends[0].elapsed_time(ends[1]) * 10
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(4):
+                graph.replay()
+            torch.cuda.synchronize()
+    kernels = sorted(profile.key_averages(), key=lambda k: -k.self_device_time_total)
+    row["kernels_per_step"] = sum(k.count for k in kernels) / 4
+    row["kernels"] = [[k.key[:80], k.count / 4, round(k.self_device_time_total / 4, 1)] for k in kernels[:25]]
+    return row
+
+
 def loop(work: str, model: str, deterministic: bool = False, optimizer: str = "adamw", steps: int = 0) -> dict:
     """Step times of train() and of its bare step, by turns, on one job; steps 0: only compile it."""
     from groundup.train import loop as module
