@@ -43,7 +43,7 @@ def test_compiled_logits_are_the_plain_ones_at_every_place(changes):
     model, batch = make(**changes), prompts([3, 9, 1])
     cache, twin = (RowCache(model.config, 3, torch.float64, "cpu") for _ in range(2))
     compiled = CompiledDecode(model, twin.keys, twin.values)
-    with inference(model):
+    with inference(model.modules()):
         prefill(model, cache, range(3), batch)
         prefill(model, twin, range(3), batch)
         for token in (4, 80, 0):

@@ -1,6 +1,7 @@
 """The cached engine against the plain model over the whole window, recomputed for each token."""
 
 import gc
+import math
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from groundup.config import ModelConfig
 from groundup.errors import UserError
 from groundup.generate import KVCache, generate
-from groundup.generate.engine import next_logits
+from groundup.generate.engine import checked_tokens, next_logits
 from groundup.generate.sampling import sample, seeded_generator
 from groundup.model import TransformerLM
 
@@ -188,6 +189,18 @@ def test_a_diverged_model_is_named():
     for temperature in (0.0, 1.0):
         with pytest.raises(UserError, match="not finite"):
             next(generate(model, PROMPT, 3, temperature=temperature))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_one_logit_that_is_not_finite_is_seen(dtype):
+    logits = torch.full((2, 50_000), 60_000.0, dtype=dtype)  # their sum leaves the range of float16
+    tokens = torch.tensor([49_999, 3])
+    assert checked_tokens(tokens, logits) == [49_999, 3]
+    for values in ([math.inf], [-math.inf], [math.nan], [math.inf, -math.inf]):
+        bad = logits.clone()
+        bad[1, 7 : 7 + len(values)] = torch.tensor(values, dtype=dtype)
+        with pytest.raises(UserError, match="not finite"):
+            checked_tokens(tokens, bad)
 
 
 def test_the_callers_modes_are_left_alone():

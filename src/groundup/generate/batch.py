@@ -156,7 +156,7 @@ def generate_batch(
 
     if rows and max_tokens:
         cache = RowCache(model.config, len(rows), weight.dtype, weight.device)
-        with inference(model):
+        with inference(model.modules()):
             compiled_step = CompiledDecode(model, cache.keys, cache.values) if compiled else None
             _continue(model, cache, rows, max_tokens, draw, frozenset(stop_ids), compiled_step)
     return [row.out for row in rows]

@@ -11,12 +11,13 @@ between half and all of the context. Rejected: dropping one token a step, which 
 the dropped tokens said, so the logits would equal no plain forward pass of the model, and nothing could check them.
 """
 
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from math import isfinite
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from groundup.errors import UserError
 from groundup.generate.cache import KVCache
@@ -83,7 +84,7 @@ def _tokens(
 ) -> Iterator[int]:
     """The loop. `window`: the tokens the model sees; `pending`: those of them that the cache does not hold yet."""
     context_length, slid = cache.capacity, False
-    pending = window
+    modules, pending = list(model.modules()), window
     for _ in range(max_tokens):
         if len(window) > context_length:
             window = window[-newest_half(context_length) :]
@@ -95,7 +96,7 @@ def _tokens(
                     "each time it is full"
                 )
             slid = True
-        with inference(model):
+        with inference(modules):
             token = draw(next_logits(model, pending, cache, decode))
         yield token
         if token in stop_ids:
@@ -147,11 +148,14 @@ def newest_half(context_length: int) -> int:
 
 
 def checked_tokens(tokens: Int[Tensor, "rows"], logits: Float[Tensor, "rows vocab"]) -> list[int]:
-    """The drawn ids on the host; the check that their logits are finite rides on the same transfer."""
-    values = torch.cat([tokens, torch.isfinite(logits).all()[None]]).tolist()
-    if not values.pop():
+    """The drawn ids on the host; the check that their logits are finite rides on the same transfer.
+
+    Their sum is finite only if all are: one kernel, where looking at each takes five. float64 holds any id and any sum.
+    """
+    values = torch.cat([tokens.double(), logits.sum(dtype=torch.float64)[None]]).tolist()
+    if not isfinite(values.pop()):
         raise UserError("the model's logits are not finite numbers; its weights are damaged or its training diverged")
-    return values
+    return [int(value) for value in values]
 
 
 def checked_limit(vocab_size: int, vocab_limit: int | None) -> int:
@@ -186,13 +190,14 @@ def prompt_window(
 
 
 @contextmanager
-def inference(model: TransformerLM) -> Generator[None]:
-    """Evaluation mode and no autograd for one step.
+def inference(modules: Iterable[nn.Module]) -> Generator[None]:
+    """Evaluation mode of a model's modules, and no autograd, for one step.
 
     Around the step and not around the loop: a generator that yields inside `inference_mode` would leave it on in its
-    caller's code. Only the modules that were training are set back.
+    caller's code. Only the modules that were training are set back. A loop lists the modules once: walking through the
+    model takes longer than a small one's step (0.2 ms for 12 layers, against 10 µs for the list).
     """
-    training = [module for module in model.modules() if module.training]
+    training = [module for module in modules if module.training]
     for module in training:
         module.training = False
     try:

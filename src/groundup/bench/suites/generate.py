@@ -150,6 +150,7 @@ class Subject:
             shape = int(parameters["batch_size"]), int(parameters["prompt_tokens"])
             self.prompts: list[list[int]] = torch.randint(model.config.vocab_size, shape).tolist()
         self.model = model.to(DTYPES[precision]).eval()
+        self.modules = list(self.model.modules())
         self.rows = len(self.prompts)
         self.tokens = [0] * self.rows
         dtype = DTYPES[precision]
@@ -162,7 +163,7 @@ class Subject:
 
     def prefill(self, mark: Callable[[str], None]) -> None:
         """The prompts through the model, and their first tokens."""
-        with inference(self.model):
+        with inference(self.modules):
             if self.many is not None:
                 self._draw(prefill(self.model, self.many, range(self.rows), self.prompts))
             elif self.alone is not None:
@@ -172,7 +173,7 @@ class Subject:
 
     def step(self, mark: Callable[[str], None]) -> None:
         """One more token for every row."""
-        with inference(self.model):
+        with inference(self.modules):
             if self.many is not None:
                 self._draw(step(self.model, self.many, self.tokens, self.compiled))
             elif self.alone is not None:
