@@ -40,6 +40,11 @@ def tiny_cells(name, **changes):
     return [measure(benchmark, parameters) for parameters in benchmark.cells(options)]
 
 
+def tiny_cells_of(names):
+    """tiny_cells of several benchmarks; on every rank of a world, those of many processes measure in that world."""
+    return {name: tiny_cells(name) for name in names}
+
+
 class InProcess:
     """Takes the place of sweep.Worker: no process, so that a sweep's logic is tested in milliseconds."""
 

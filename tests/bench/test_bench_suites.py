@@ -8,7 +8,7 @@ import socket
 import numpy as np
 import pytest
 import torch
-from bench_tools import TINY, tiny_cells, validate
+from bench_tools import TINY, tiny_cells, tiny_cells_of, validate
 
 from groundup.account import predict_step
 from groundup.bench.benchmark import find, summaries
@@ -19,11 +19,29 @@ from groundup.config import size
 from groundup.errors import UserError
 from groundup.generate import generate
 from groundup.model import TransformerLM
+from groundup.parallel.launch import spawn
+
+MANY = ("allreduce", "ddp", "sharding")
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks():
+    """The benchmarks of many processes, in one start of two."""
+    return spawn(tiny_cells_of, 2, MANY)[0]
 
 
 @pytest.mark.parametrize("name", sorted(TINY))
-def test_cells_are_valid_and_complete(name):
-    cells = tiny_cells(name)
+def test_cells_are_valid_and_complete(name, request):
+    check_cells(name, request.getfixturevalue("of_two_ranks")[name] if name in MANY else tiny_cells(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MANY)
+def test_many_processes_are_started_for_a_cell(name):
+    check_cells(name, tiny_cells(name))
+
+
+def check_cells(name, cells):
     assert [cell["status"] for cell in cells] == ["ok"] * len(cells), cells
     validate(document(name, cells))
     columns = {column.metric for column in find(name).columns}

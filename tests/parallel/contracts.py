@@ -12,16 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from groundup.config import ModelConfig
-from groundup.model import TransformerLM
+from groundup.bench.parallel import Setting, at_context, measure_step
+from groundup.config import ModelConfig, size
+from groundup.model import TransformerLM, count_parameters
 from groundup.optim import AdamW, Muon
-from groundup.parallel import launch
 from groundup.parallel.agree import DisagreementError, check_agreement
 from groundup.parallel.ddp import BucketedDDP, NaiveDDP, OverlapDDP
 from groundup.parallel.engine import materialiser, units
 from groundup.parallel.flat import Layout
 from groundup.parallel.fsdp import FSDP
-from groundup.parallel.processes import connect, disconnect, this_world
 from groundup.parallel.whole import WholeParameterOptimizer, muon_cost
 from groundup.parallel.zero import ShardedDDP, ShardedOptimizer
 
@@ -578,9 +577,22 @@ def layouts_cover_every_element_once():
         assert layout.total - sum(layout.numels) < 8 * world
 
 
-def worker(names: list[str]) -> dict[str, str]:
-    torch.set_num_threads(1)
-    connect(this_world(), torch.device("cpu"), timeout=60)
+@check
+def memory_is_within_a_percent_of_the_formula():
+    """Bytes a parameter on one of W ranks, float32 and Adam: what the benchmarks count."""
+    world = dist.get_world_size()
+    formula = {"zero1": (4, 4 / world, 8 / world), "fsdp": (4 / world, 4 / world, 8 / world)}
+    shape = at_context(size("tiny"), 8)
+    total = count_parameters(TransformerLM(shape))
+    for engine, bytes_each in formula.items():
+        setting = Setting(shape, engine, batch_size=1, precision="fp32", warmup=1, steps=1, trace=False)
+        found = measure_step(setting, torch.device("cpu"))
+        for what, each in zip(("parameters", "gradients", "state"), bytes_each, strict=True):
+            assert found[f"memory.{what}"] == pytest.approx(each * total, rel=0.01), (engine, what)
+
+
+def run_checks(names: list[str]) -> dict[str, str]:
+    """Check → "" where it holds, else the trace, on this rank."""
     results = {}
     for name in names:
         try:
@@ -588,9 +600,4 @@ def worker(names: list[str]) -> dict[str, str]:
             results[name] = ""
         except Exception:
             results[name] = traceback.format_exc()
-    disconnect()
     return results
-
-
-def run_checks(world: int) -> list[dict[str, str]]:
-    return launch.spawn(worker, world, list(CHECKS))

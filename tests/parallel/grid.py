@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import contracts
 import torch
 import torch.distributed as dist
 from late import late_collectives
@@ -233,27 +234,33 @@ def is_exact(engine: str, case: Case, world: int) -> bool:
     return world <= 2 and not (engine.endswith(("fsdp", "fsdp2")) and case.accumulation > 1)
 
 
-def worker(cells: list[tuple[str, str]], catch: bool = True) -> dict[tuple[str, str], str]:
+def run_cells(cells: list[tuple[str, str]], catch: bool = True) -> dict[tuple[str, str], str]:
     """Cell → "" where it equals one process, else what is wrong (on this rank)."""
-    torch.set_num_threads(1)
-    world = this_world()
-    connect(world, torch.device("cpu"), timeout=60)
     results = {}
     for engine, name in cells:
-        case = CASES[name]
-        truth = reference(case, world.size)
+        case, world = CASES[name], dist.get_world_size()
+        truth = reference(case, world)
         try:
             with late_collectives() if case.late else nullcontext():
                 found = run_cell(engine, case)
-            exact = is_exact(engine, case, world.size) and not case.clip
+            exact = is_exact(engine, case, world) and not case.clip
             results[engine, name] = compare(case, found, truth, exact)
         except Exception as error:
             if not catch:
                 raise
             results[engine, name] = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+    return results
+
+
+def worker(cells: list[tuple[str, str]], checks: list[str], catch: bool = True) -> dict[Any, str]:
+    """One rank: the cells of the grid, then the checks of contracts.py."""
+    torch.set_num_threads(1)
+    connect(this_world(), torch.device("cpu"), timeout=60)
+    results = run_cells(cells, catch) | contracts.run_checks(checks)
     disconnect()
     return results
 
 
-def run_grid(world: int, cells: list[tuple[str, str]], catch: bool = True) -> list[dict[tuple[str, str], str]]:
-    return launch.spawn(worker, world, cells, catch)
+def run_grid(world: int, cells: list[tuple[str, str]], checks: list[str], catch: bool = True) -> list[dict[Any, str]]:
+    """What each rank found."""
+    return launch.spawn(worker, world, cells, checks, catch)

@@ -1,6 +1,7 @@
 """Whole training runs in one process group, for test_runs.py."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from tiny_runs import VOCAB
 
 from groundup.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from groundup.parallel import launch
-from groundup.parallel.processes import connect, disconnect, this_world
+from groundup.parallel.processes import World, connect, disconnect, this_world
 from groundup.train import train
 from groundup.train.job import build
 from groundup.train.resume import at_world_size, save, start
@@ -49,21 +50,29 @@ def config(tokens: Path, engine: str, **changes: Any) -> RunConfig:
     return RunConfig(shape, moves, loop, DataConfig(path=str(tokens)), ParallelConfig(**parallel))
 
 
-def train_all(tokens: Path, out: Path, engines: list[str]) -> None:
+def train_all(tokens: Path, out: Path, engines: list[str], pairs: Sequence[tuple[str, str]] = ()) -> None:
+    """Train with each engine; then load and save for each pair, into out/again."""
     torch.set_num_threads(1)
     world = this_world()
     connect(world, torch.device("cpu"), timeout=60)
     for engine in engines:
         assert not train(config(tokens, engine), out / engine).interrupted
+    take_over(world, out, out / "again", pairs)
     disconnect()
 
 
-def reload_all(tokens: Path, out: Path, again: Path, pairs: list[tuple[str, str]]) -> None:
-    """Load what `saved` left with the engine `loads` at this world size, and save it at once."""
+def reload_all(out: Path, again: Path, pairs: Sequence[tuple[str, str]]) -> None:
+    """take_over in a process group of its own."""
     torch.set_num_threads(1)
     world = this_world()
     if world.size > 1:
         connect(world, torch.device("cpu"), timeout=60)
+    take_over(world, out, again, pairs)
+    disconnect()
+
+
+def take_over(world: World, out: Path, again: Path, pairs: Sequence[tuple[str, str]]) -> None:
+    """Load what `saved` left with the engine `loads` at this world size, and save it at once."""
     for saved, loads in pairs:
         run = RunDirectory(out / saved)
         wanted = replace(at_world_size(run.load_config(), world.size), parallel=ParallelConfig(**ENGINES[loads][0]))
@@ -72,7 +81,6 @@ def reload_all(tokens: Path, out: Path, again: Path, pairs: list[tuple[str, str]
         target = RunDirectory(again / f"{saved}-{loads}-{world.size}")
         target.checkpoints.mkdir(parents=True, exist_ok=True)
         save(job, target, step, {})
-    disconnect()
 
 
 def go_on(tokens: Path, out: Path, engine: str) -> None:

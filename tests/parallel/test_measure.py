@@ -1,19 +1,8 @@
-"""What the benchmarks of many processes read from a trace, and the memory that they count, against the formula."""
+"""What the benchmarks of many processes read from a trace."""
 
 import pytest
 
-from groundup.bench.parallel import (
-    Setting,
-    at_context,
-    in_ranks,
-    measure_setting,
-    measured_shares,
-    merged,
-    overlap,
-    split_trace,
-)
-from groundup.config import size
-from groundup.model import TransformerLM, count_parameters
+from groundup.bench.parallel import measured_shares, merged, overlap, split_trace
 
 
 def event(name: str, start: float, end: float, kind: str = "kernel") -> dict:
@@ -55,18 +44,3 @@ def test_spans():
     assert merged([(3, 4), (0, 2), (1, 3), (9, 9)]) == [(0, 4), (9, 9)]
     assert overlap([(0, 10)], [(1, 2), (4, 12)]) == 7
     assert overlap([], [(0, 1)]) == 0
-
-
-@pytest.mark.parametrize(
-    ("engine", "parameters", "gradients", "state"),
-    [("zero1", 4, 2, 4), pytest.param("fsdp", 2, 2, 4, marks=pytest.mark.slow)],
-)
-def test_memory_is_within_a_percent_of_the_formula(engine, parameters, gradients, state):
-    """Bytes a parameter on one of two ranks, float32 and Adam."""
-    shape = at_context(size("tiny"), 8)
-    setting = Setting(shape, engine, batch_size=1, precision="fp32", warmup=1, steps=1)
-    found = in_ranks(2, "cpu", measure_setting, setting)
-    total = count_parameters(TransformerLM(shape))
-    assert found["memory.parameters"] == pytest.approx(parameters * total, rel=0.01)
-    assert found["memory.gradients"] == pytest.approx(gradients * total, rel=0.01)
-    assert found["memory.state"] == pytest.approx(state * total, rel=0.01)

@@ -139,6 +139,10 @@ def fail(kind):
     time.sleep(300)
 
 
+def break_down():
+    raise ValueError("a bug")
+
+
 def test_processes_meet_and_agree():
     found = spawn(meet, 2, 10)
     assert found == [(rank, 21.0, "run-0", "no room") for rank in (0, 1)]
@@ -148,7 +152,7 @@ def test_processes_meet_and_agree():
     ("kind", "error", "text"),
     [
         pytest.param("user", UserError, "rank 1: a broken file", marks=pytest.mark.slow),
-        ("bug", ChildError, r"rank 1 failed:\nTraceback[\s\S]*ValueError: a bug"),
+        pytest.param("bug", ChildError, r"rank 1 failed:\nTraceback[\s\S]*ValueError: a bug", marks=pytest.mark.slow),
         ("kill", UserError, "rank 1 was killed by SIGKILL; the others were stopped"),
     ],
 )
@@ -157,6 +161,11 @@ def test_a_failure_stops_all_and_is_named(kind, error, text):
     with pytest.raises(error, match=text):
         spawn(fail, 2, kind)
     assert time.monotonic() - start < 250  # not the sleep of the other rank
+
+
+def test_a_trace_reaches_the_parent():
+    with pytest.raises(ChildError, match=r"rank 0 failed:\nTraceback[\s\S]*ValueError: a bug"):
+        spawn(break_down, 1)
 
 
 def test_a_rank_that_does_not_start_is_named(monkeypatch):

@@ -26,6 +26,11 @@ BF16 = ["bucketed-bf16", "zero1-bf16", "fsdp-bf16"]
 FILES = ("model.safetensors", "optimizer.safetensors")
 
 
+PAIRS = [(saved, loads) for saved in ("bucketed", "zero1", "fsdp") for loads in ("bucketed", "zero1", "fsdp")]
+PAIRS.append(("muon", "muon"))
+PAIRS += [("bucketed-bf16", "zero1-bf16"), ("zero1-bf16", "fsdp-bf16"), ("fsdp-bf16", "bucketed-bf16")]
+
+
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
     return write_tokens(tmp_path_factory.mktemp("tokens"))
@@ -35,7 +40,7 @@ def tokens(tmp_path_factory):
 def pairs_of_runs(tokens, tmp_path_factory):
     """(directory of the runs in two processes, of those in one)."""
     two, one = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("one")
-    spawned(2, train_all, tokens, two, [*OURS, *BF16])
+    spawned(2, train_all, tokens, two, [*OURS, *BF16], PAIRS)
     for engine in ("bucketed", "muon"):
         # One process sums the same four micro-batches in another order; with two, in the very order of two ranks.
         train(config(tokens, engine), one / engine)
@@ -71,11 +76,6 @@ def test_engines_agree_bit_for_bit(pairs_of_runs):
     compare(two / "naive", two / "bucketed", 0.0)
 
 
-PAIRS = [(saved, loads) for saved in ("bucketed", "zero1", "fsdp") for loads in ("bucketed", "zero1", "fsdp")]
-PAIRS.append(("muon", "muon"))
-PAIRS += [("bucketed-bf16", "zero1-bf16"), ("zero1-bf16", "fsdp-bf16"), ("fsdp-bf16", "bucketed-bf16")]
-
-
 def check_reloaded(two: Path, again: Path, world: int, pairs: list) -> None:
     for saved, loads in pairs:
         expected, found = tensors(two / saved), tensors(again / f"{saved}-{loads}-{world}")
@@ -85,16 +85,21 @@ def check_reloaded(two: Path, again: Path, world: int, pairs: list) -> None:
             assert found[name].equal(value), (saved, loads, name)
 
 
-def test_one_process_takes_over_what_two_saved(pairs_of_runs, tokens, tmp_path):
+def test_one_process_takes_over_what_two_saved(pairs_of_runs, tmp_path):
     pairs = [("bucketed", "bucketed"), ("zero1", "bucketed"), ("fsdp", "bucketed"), ("muon", "bucketed")]
     pairs += [(saved, "bucketed-bf16") for saved in BF16]
-    reload_all(tokens, pairs_of_runs[0], tmp_path, pairs)
+    reload_all(pairs_of_runs[0], tmp_path, pairs)
     check_reloaded(pairs_of_runs[0], tmp_path, 1, pairs)
 
 
-@pytest.mark.parametrize("world", [3, pytest.param(4, marks=pytest.mark.slow)])
-def test_more_processes_take_over_what_two_saved(pairs_of_runs, tokens, tmp_path, world):
-    spawned(world, reload_all, tokens, pairs_of_runs[0], tmp_path, PAIRS)
+def test_every_engine_takes_over_what_another_saved(pairs_of_runs):
+    check_reloaded(pairs_of_runs[0], pairs_of_runs[0] / "again", 2, PAIRS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [3, 4])
+def test_more_processes_take_over_what_two_saved(pairs_of_runs, tmp_path, world):
+    spawned(world, reload_all, pairs_of_runs[0], tmp_path, PAIRS)
     check_reloaded(pairs_of_runs[0], tmp_path, world, PAIRS)
 
 
@@ -147,11 +152,10 @@ def test_bf16_keeps_its_float32_state(pairs_of_runs):
 @pytest.mark.slow
 def test_fp16_on_two_processes(tokens, tmp_path):
     names = ["bucketed-fp16", "zero1-fp16", "fsdp-fp16"]
-    spawned(2, train_all, tokens, tmp_path / "two", names)
-    check_narrow(tmp_path / "two", "fp16")
     pairs = [(saved, loads) for saved in names for loads in names]
-    spawned(2, reload_all, tokens, tmp_path / "two", tmp_path / "again", pairs)
-    check_reloaded(tmp_path / "two", tmp_path / "again", 2, pairs)
+    spawned(2, train_all, tokens, tmp_path, names, pairs)
+    check_narrow(tmp_path, "fp16")
+    check_reloaded(tmp_path, tmp_path / "again", 2, pairs)
 
 
 def test_a_saved_batch_is_dealt_out_anew(tokens):
