@@ -109,10 +109,9 @@ def adamw_step(columns: list[list[Tensor]], step: int, group: dict[str, Any], co
 def _suits_kernel(columns: list[list[Tensor]], copies: Sequence[Tensor]) -> bool:
     """float32 but for the gradients of masters, which are bf16; all contiguous."""
     p, grad, *moments = columns
-    dtype = torch.bfloat16 if copies else torch.float32
-    types = all(x.dtype == torch.float32 for column in (p, *moments) for x in column)
-    contiguous = all(x.is_contiguous() for column in (*columns, copies) for x in column)
-    return types and contiguous and all(g.dtype == dtype for g in grad)
+    narrow, wide = {g.dtype for g in grad}, {x.dtype for column in (p, *moments) for x in column}
+    types = wide == {torch.float32} and narrow == {torch.bfloat16 if copies else torch.float32}
+    return types and all(all(map(Tensor.is_contiguous, column)) for column in (*columns, copies))
 
 
 def check_settings(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
