@@ -78,6 +78,34 @@ def test_every_first_line_of_the_table(line, even: bool):
     check(*line, TABLE[line[0]][line[1]][line[2]][0], even)
 
 
+ROPE = {"ROWS": 32, "BLOCK": 32}
+
+
+@pytest.mark.parametrize("query", ["*bf16", "*fp32"])
+def test_rope_takes_queries_and_keys_of_two_types(query: str):
+    """The sums of dQ come in float32 from the Hopper backward, beside keys in bf16."""
+    from groundup.kernels.elementwise_triton import rope_kernel
+
+    types = dict.fromkeys(["K", "OUT_Q", "OUT_K"], "*bf16") | {"Q": query, "COS": "*fp32", "SIN": "*fp32"}
+    types = dict.fromkeys(rope_kernel.arg_names, "i32") | types | {"factor": "fp32"}
+    report = compile_kernel(rope_kernel, types, ROPE | {"BACK": True, "VALUES": False}, num_warps=4)
+    assert report.spills == 0
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("softcap", [False, True])
+def test_the_loss_of_a_row_loads_wide(padded: bool, softcap: bool):
+    from groundup.kernels.linear_cross_entropy import LOSS_BLOCK, LOSS_WARPS
+    from groundup.kernels.linear_cross_entropy_triton import loss_kernel
+
+    types = {"LOGITS": "*bf16", "TARGETS": "*i64", "LOSSES": "*fp32", "N_VALID": "*fp32"}
+    types |= {"z_loss": "fp32", "softcap": "fp32", "columns": "i32", "vocab": "i32"}
+    constants = {"BLOCK": LOSS_BLOCK, "PADDED": padded, "SOFTCAP": softcap, "GRADS": True, "DIVIDE": True}
+    report = compile_kernel(loss_kernel, types, constants, aligned=("columns",), num_warps=LOSS_WARPS)
+    assert report.spills <= 16
+    assert "ld.global.v4" in report.ptx
+
+
 def gluon_descriptor(kind, item: str, *shape: int) -> str:
     from triton.experimental.gluon import language as gl
 

@@ -64,11 +64,10 @@ def rope_kernel(
     if BACK:
         sin = -sin
     keep = (row < seq) & (tl.arange(0, 2 * BLOCK)[None, :] < 2 * half)
+    # q and k may be of two types, so the branches share no names.
     if head < heads:
-        x = Q + batch * q_batch + head * q_head
-        out = OUT_Q + batch * oq_batch + head * oq_head
-        turn(x, out, row, cos * factor, sin * factor, q_row, oq_row, keep, ROWS, BLOCK)
+        q, out_q = Q + batch * q_batch + head * q_head, OUT_Q + batch * oq_batch + head * oq_head
+        turn(q, out_q, row, cos * factor, sin * factor, q_row, oq_row, keep, ROWS, BLOCK)
     else:
-        x = K + batch * k_batch + (head - heads) * k_head
-        out = OUT_K + batch * ok_batch + (head - heads) * ok_head
-        turn(x, out, row, cos, sin, k_row, ok_row, keep, ROWS, BLOCK)
+        k, out_k = K + batch * k_batch + (head - heads) * k_head, OUT_K + batch * ok_batch + (head - heads) * ok_head
+        turn(k, out_k, row, cos, sin, k_row, ok_row, keep, ROWS, BLOCK)
