@@ -7,7 +7,7 @@ Read in this order:
     ddp.py                              data parallelism four ways
     flat.py                             parameters side by side, cut into equal shards
     optimizer.py, zero.py, whole.py     optimizer state sharded: by elements (ZeRO-1), by parameters (also Muon)
-    fsdp.py                             weights sharded as well
+    units.py, fsdp.py                   weights sharded as well
     torch_engines.py                    PyTorch's DDP and FSDP2 behind the same interface
     engine.py, state.py                 a configuration → an engine; its state as whole named tensors
 """
@@ -15,10 +15,11 @@ Read in this order:
 from groundup.parallel.agree import DisagreementError, check_agreement
 from groundup.parallel.ddp import BucketedDDP, DataParallel, FlatDDP, NaiveDDP, OverlapDDP
 from groundup.parallel.engine import parallelize
-from groundup.parallel.fsdp import FSDP, UnitPlan
+from groundup.parallel.fsdp import FSDP
 from groundup.parallel.launch import ChildError, spawn
 from groundup.parallel.processes import World, connect, disconnect, this_world
 from groundup.parallel.torch_engines import TorchDDP, TorchFSDP2
+from groundup.parallel.units import UnitPlan
 from groundup.parallel.whole import WholeParameterOptimizer, muon_cost
 from groundup.parallel.zero import ShardedDDP, ShardedOptimizer
 

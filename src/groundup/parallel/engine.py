@@ -16,8 +16,9 @@ from groundup.model import Embedding, Linear, RMSNorm, RotaryEmbedding, Transfor
 from groundup.optim import Muon
 from groundup.parallel.agree import check_agreement
 from groundup.parallel.ddp import BucketedDDP, DataParallel, FlatDDP, NaiveDDP, OverlapDDP
-from groundup.parallel.fsdp import FSDP, LAYERS, UnitPlan
+from groundup.parallel.fsdp import FSDP
 from groundup.parallel.torch_engines import TorchDDP, TorchFSDP2
+from groundup.parallel.units import LAYERS, UnitPlan
 from groundup.parallel.whole import WholeParameterOptimizer, muon_cost
 from groundup.parallel.zero import ShardedDDP, ShardedOptimizer
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from groundup.parallel.flat import cut_state, gathered_state
-from groundup.parallel.fsdp import FSDP, Unit
+from groundup.parallel.fsdp import FSDP
 from groundup.parallel.optimizer import DistributedOptimizer, load_pieces
 from groundup.parallel.torch_engines import TorchFSDP2, like
+from groundup.parallel.units import Unit
 
 
 def whole_weights(engine: nn.Module, model: nn.Module, keep: bool = True) -> dict[str, Tensor]:
