@@ -148,7 +148,7 @@ class NaiveDDP(DataParallel):
 
 def on_wire(grad: Tensor, dtype: torch.dtype | None) -> Tensor:
     """The gradient as backends take it: contiguous, in the type that travels (None: its own)."""
-    return grad.to(dtype or grad.dtype, memory_format=torch.contiguous_format)
+    return grad.to(dtype or grad.dtype).contiguous()
 
 
 class FlatDDP(DataParallel):
