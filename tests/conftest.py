@@ -4,6 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# No test depends on the clock: a busy machine is not a failure.
+settings.register_profile("groundup")
+settings.load_profile("groundup")
 
 # Two cores: torch's own threads would fight pytest's neighbours, and one thread makes sums reproducible.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -20,7 +20,7 @@ def theirs() -> tiktoken.Encoding:
 any_ids = st.lists(st.integers(0, 50256), max_size=40)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(any_ids)
 def test_a_stream_joined_is_the_whole_whatever_the_bytes(ids):
     for errors in ("replace", "ignore", "backslashreplace"):
@@ -49,7 +49,7 @@ def test_batches_decode_one_by_one():
     assert gpt2().decode_batch([[47249]], errors="ignore") == [""]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(st.characters(exclude_categories=("Cs", "Cn")), max_size=40))
 def test_offsets_equal_tiktokens_on_text(theirs, text):
     ids = gpt2().encode(text)
@@ -61,7 +61,7 @@ def test_offsets_equal_tiktokens_on_prose(theirs):
     assert gpt2().decode_with_offsets(ids) == theirs.decode_with_offsets(ids)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(any_ids)
 def test_offsets_point_at_the_character_of_the_first_byte(ids):
     """On bytes that are no text too: the plain definition decodes byte by byte."""

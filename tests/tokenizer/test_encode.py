@@ -31,7 +31,7 @@ def gpt2_tiktoken() -> tiktoken.Encoding:
     return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=gpt2().special_tokens)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=weird_text)
 @example(text=PROSE)
 @example(text=f"{END}{END}{END}<|endoftext<||>(.*)中文没有")
@@ -43,7 +43,7 @@ def test_ids_equal_the_reference_and_decode_to_the_text(small, text):
     assert small.encode_numpy(text).tolist() == small.encode(text)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=weird_text)
 @example(text=PROSE)
 def test_gpt2_ids_equal_those_of_tiktoken(gpt2_tiktoken, text):
@@ -66,7 +66,7 @@ def test_gpt2_ids_equal_those_of_tiktoken_on_real_text(gpt2_tiktoken, corpora):
         assert gpt2().encode(text) == gpt2_tiktoken.encode(text, allowed_special="all")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text("ab \n'", min_size=1, max_size=400))
 def test_pieces_of_any_length_equal_the_reference(small, text):
     piece = text.replace("\n", "a").replace(" ", "b").replace("'", "a")
@@ -100,7 +100,7 @@ def test_very_long_pieces_equal_tiktoken(gpt2_tiktoken):
         assert gpt2().encode(text) == gpt2_tiktoken.encode(text)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=weird_text, data=st.data())
 def test_iterables_give_the_same_ids_wherever_they_are_cut(small, text, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
@@ -156,7 +156,7 @@ def test_forked_children_encode_after_the_parent_has_used_threads(small):
     assert pickle.loads(pickle.dumps(small)).encode(PROSE) == small.encode(PROSE)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=40))
 def test_bytes_that_are_no_text_come_back(small, data):
     assert small.decode_bytes(small.encode(data)) == data

@@ -112,7 +112,7 @@ markers = ["<|im_start|>", "<|eot_id|>", "<tool_call>", "<|im_", " wholeword", "
 texts = st.lists(st.one_of(weird_text, accents, st.sampled_from(markers)), max_size=5).map("".join)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(text=texts, data=st.data())
 def test_ids_are_those_of_tokenizers(pair, text, data):
     ours, theirs = pair

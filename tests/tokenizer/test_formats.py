@@ -62,7 +62,7 @@ def others(trained):
     return tokenizers.Tokenizer.from_file(str(trained[1] / "tokenizer.json"))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(weird_text)
 def test_tokenizers_gives_the_same_ids(trained, others, text):
     import unicodedata

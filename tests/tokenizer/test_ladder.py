@@ -22,7 +22,7 @@ few_letters = st.dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(few_letters)
 def test_incremental_equals_naive_on_words_full_of_ties_and_overlaps(words):
     assert incremental.train_on_words(Counter(words), 50) == reference.train_on_words(Counter(words), 50)
@@ -42,7 +42,7 @@ def test_every_fast_step_equals_the_core_on_real_text(corpora, tmp_path):
         assert STEPS[name](tmp_path / "text.txt", 3000, [END]) == core.merges, name
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(weird_text, st.lists(st.sampled_from([*SPECIALS, " ", "\n", "\u3000", "x"]), max_size=6))
 def test_no_safe_cut_changes_a_count(text, more):
     """Every cut of every text, against the whole."""
@@ -57,7 +57,7 @@ def test_no_safe_cut_changes_a_count(text, more):
     assert reference.count_words([data[a:b].decode() for a, b in pairwise(bounds)], SPECIALS) == whole
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(weird_text, st.integers(1, 40))
 def test_blocks_of_any_size_count_the_same(text, size):
     text += END + text

@@ -29,13 +29,13 @@ def scanned(text: str, pattern: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["cl100k", "llama3"])
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(text=st.one_of(weird_text, st.text("aSſ'’1 \n\r\t.lLvVeErR\u3000", max_size=25)))
 def test_equals_the_regex_package(name, text):
     assert scanned(text, name) == REGEX[name].findall(text)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=st.one_of(weird_text, st.text("aSſ'1 \n\r.lLvVeErR", max_size=25)))
 def test_cl100k_cuts_where_tiktoken_cuts(text):
     """A vocabulary in which every merge of bytes exists shows tiktoken's cuts as far as two bytes reach."""

@@ -38,13 +38,13 @@ def test_the_checked_in_table_is_what_its_generator_writes():
     assert (result.returncode, result.stdout) == (0, "")
 
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=800)
 @given(weird_text)
 def test_equals_the_regex_on_weird_text(text):
     assert scanned(text) == PATTERN.findall(text)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(weird_text)
 def test_the_reference_equals_the_regex_where_unicode_versions_agree(text):
     known = "".join(c for c in text if unicodedata.category(c) != "Cn")

@@ -33,7 +33,7 @@ def test_rank_files_reload(tmp_path):
     assert Tokenizer.load(tmp_path / "out").encode(PROSE * 3 + END) == gpt2().encode(PROSE * 3 + END)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.text("ab", min_size=2, max_size=6), max_size=25, unique=True), st.integers(0, 2**32))
 def test_any_set_of_tokens_gives_tiktokens_ids(words, seed):
     """Also sets that no training would give, where tokens can be made in several ways, or in none."""

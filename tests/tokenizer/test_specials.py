@@ -28,7 +28,7 @@ pieces = st.lists(st.sampled_from([*NAMES, END[:-1], "fim|>", "a", " b", " ", "d
 some = st.sets(st.sampled_from(NAMES))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(pieces, st.one_of(st.just("all"), some), st.one_of(st.just("all"), some))
 def test_equals_tiktoken_in_ids_and_in_what_is_refused(ours, theirs, text, allowed, disallowed):
     if disallowed != "all" and allowed != "all":

@@ -27,7 +27,7 @@ def check(node: Node, tokenizer: Tokenizer) -> None:
         check(part, tokenizer)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(weird_text)
 def test_the_trees_of_a_text_are_its_tokens_and_their_merges(text):
     trees = merge_trees(small_gpt2(), text)

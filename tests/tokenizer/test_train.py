@@ -37,13 +37,13 @@ few_letters = st.dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(few_letters)
 def test_merges_equal_the_reference_on_words_full_of_ties_and_overlaps(words):
     assert merges_of_words(Counter(words), 60) == reference.train_on_words(Counter(words), 60)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(weird_text)
 def test_merges_equal_the_reference_on_weird_text(text):
     words = words_of_text(text, [END])
@@ -69,7 +69,7 @@ def test_ties_go_to_the_greater_pair_of_byte_strings_not_to_the_greater_concaten
     assert merges_of_words(Counter({b"BA": 1, b"A\xff": 1, b"BAA": 1, b"ZZ": 2}), 1) == [(b"Z", b"Z")]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(few_letters)
 def test_no_byte_string_is_made_twice(words):
     """As the core relies on (and argues for in train.rs)."""
