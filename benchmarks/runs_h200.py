@@ -16,8 +16,8 @@ generate  `groundup bench generate`, gpt2-124m, 512 tokens of prompt; where the 
 
 Every job is a process with a time limit. Timed jobs measure alone on their GPU (with two GPUs the last one first), one
 prepares while another measures; the others share one. The same command with the same --work goes on where it stopped.
-OUT gets results.json after every job and at the end the tables, the pictures and results.tar.gz (metrics, logs). On one
-GPU: ablation, muon and resume together about 220 s, loop and generate 290 s. --tiny: everything on a CPU.
+OUT gets results.json after every job, and at the end report.md, pictures, results.tar.gz (metrics, logs). On one GPU:
+ablation, muon and resume together about 220 s, loop and generate 290 s. --tiny: everything on a CPU.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def plan(args: argparse.Namespace, work: Path) -> list[Job]:
         for on in (False, True):
             shared.append(Job(f"compile-124m-{on}", own("loop", model="124m", deterministic=on), 120))
     if "resume" in args.sections:
-        shared.append(Job("resume", own("resume"), 160))
+        shared.append(Job("resume", own("resume"), 240))
     if "ablation" in args.sections:
         shared += [Job(f"ablation-{worker}", own("ablation"), 200) for worker in range(min(args.workers, 4))]
     if "muon" in args.sections:
@@ -93,7 +93,7 @@ def plan(args: argparse.Namespace, work: Path) -> list[Job]:
                 options = ["--optim.name", name, "--optim.lr", lr, "--out", str(work / "muon" / f"{name}-{lr}")]
                 options += ["--train.steps", str(args.steps["muon"]), "--resume", "--train.eval-every"]
                 options += [str(args.steps["muon"] // 10), "--optim.warmup-steps", str(args.steps["muon"] // 10)]
-                shared.append(Job(f"{name}-{lr}", [*CLI, "train", "--config", f"{work}/base.toml", *options], 180))
+                shared.append(Job(f"{name}-{lr}", [*CLI, "train", "--config", f"{work}/base.toml", *options], 240))
     if "loop" in args.sections:
         for model, on, kind in LOOPS:
             steps = args.steps["loop"] // (1 if model == "17m" else 2)
@@ -221,7 +221,7 @@ def main() -> None:
     write_atomic(work / "base.toml", dump_toml(replace(config, train=train)))
     write_atomic(work / "steps.json", json.dumps(args.steps))
     work_through(args, plan(args, work), work, args.out, stop_at)
-    last = Job("report", job_command("report", work=str(work), out=str(args.out.resolve())), 2 * LAST_SECONDS)
+    last = Job("report", job_command("report", work=str(work), out=str(args.out.resolve())), 60)
     args.gpus = 1
     results = work_through(args, [last], work, args.out, time.monotonic() + last.limit)
     with tarfile.open(args.out / "results.tar.gz", "w:gz") as archive:

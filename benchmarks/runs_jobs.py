@@ -313,7 +313,58 @@ def report(work: str, out: str) -> dict:
     best = [runs[0] for runs in kinds if runs]
     if best:
         plot_runs(best, Path(out, "muon-tokens.png"), x="tokens")
+    Path(out, "report.md").write_text(told(json.loads(Path(work, "results.json").read_text()), said["muon"]))
     return said
+
+
+def told(results: dict[str, Any], muon: dict[str, dict[str, float]]) -> str:
+    """Tables and sentences for docs/training.md, of the jobs that gave a result."""
+    from tabulate import tabulate
+
+    def table(headers: str, rows: list[tuple]) -> str:
+        return tabulate(rows, headers.split(" | "), tablefmt="pipe", disable_numparse=True) if rows else ""
+
+    rows = {name: result["row"] for name, result in results.items() if result["status"] == "ok" and "row" in result}
+    parts = [
+        table("run | last validation loss | lowest", [(n, *(f"{x:.4f}" for x in v.values())) for n, v in muon.items()])
+    ]
+    if found := rows.get("resume"):
+        equal = "equal" if found["losses_equal"] else "DIFFERENT"
+        parts.append(
+            f"killed after {found['killed_after']} steps, then {found['compared_steps']} more: losses {equal} bitwise\n"
+            f"peak GiB {found['peak_gib_unbroken']:.3f}, resumed {found['peak_gib_resumed']:.3f} "
+            f"({found['peak_change']:+.2%})"
+        )
+    loops = [(name[5:], row) for name, row in rows.items() if name.startswith("loop-")]
+    headers = "run | loop, ms | bare step, ms | without the flag, ms | loader + log on the host | tokens/s | peak GiB"
+    parts.append(
+        table(
+            headers,
+            [
+                (
+                    *(name, *(f"{row['median_ms'][kind]:.2f}" for kind in ("loop", "bare", "bare, no wait"))),
+                    *(
+                        f"{row['loader_and_log_share']:.2%}",
+                        f"{row['tokens_per_second']:,.0f}",
+                        f"{row['peak_gib']:.2f}",
+                    ),
+                )
+                for name, row in loops
+            ],
+        )
+    )
+    cells = [cell for name, row in rows.items() if name.startswith("generate-") for cell in row.get("cells", [])]
+    generated = [
+        (
+            *(cell["batch_size"], cell["compile"], f"{cell['time.prefill']['median']:.2f}"),
+            *(f"{cell['time.step']['median']:.3f}", f"{cell['tokens_per_second']:,.0f}"),
+            "" if cell["bound_fraction"] is None else f"{cell['bound_fraction']:.1%}",
+        )
+        for cell in cells
+        if cell["status"] == "ok"
+    ]
+    parts.append(table("batch | compiled | prefill, ms | step, ms | tokens/s | of the bound", generated))
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def draw_changes(rows: list[Any], out: Path) -> None:
