@@ -10,6 +10,7 @@ tensor with NaN, to show what reads memory that nobody wrote; that is off, as it
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ def deterministic(enabled: bool) -> Generator[None]:
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     cudnn = torch.backends.cudnn
-    memory = torch.utils.deterministic
+    memory: Any = torch.utils.deterministic  # a module with a property, which a type checker cannot see
     enabled_before, filled = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
     before = cudnn.benchmark, inductor.deterministic
     torch.use_deterministic_algorithms(True)
