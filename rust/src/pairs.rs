@@ -1,6 +1,6 @@
 //! A hash table from pairs of symbols to a u32, for the two inner loops (merge loop, encoder).
 
-use crate::words::want_large_pages;
+use crate::words::{prefetch, want_large_pages};
 
 const EMPTY: u64 = u64::MAX;
 
@@ -26,6 +26,12 @@ impl PairTable {
     fn home(&self, key: u64) -> usize {
         let product = key.wrapping_mul(0x9E37_79B9_7F4A_7C15);
         (product ^ product >> 32) as usize & (self.entries.len() - 1)
+    }
+
+    /// Asks for the entry of a pair that is looked up soon.
+    #[inline]
+    pub fn prefetch(&self, left: u32, right: u32) {
+        prefetch(&self.entries, self.home(pair_key(left, right)));
     }
 
     #[inline]

@@ -27,7 +27,7 @@
 
 use crate::pairs::PairTable;
 use crate::queue::{Candidate, Queue, Symbols};
-use crate::words::WordTable;
+use crate::words::{prefetch, WordTable};
 
 /// No symbol: the slots after a word.
 const NONE: u32 = u32::MAX;
@@ -35,6 +35,8 @@ const NONE: u32 = u32::MAX;
 const INNER: u32 = u32::MAX - 1;
 /// Words start at multiples of this, so that the count of a word is found from any of its slots.
 const GRANULE: usize = 4;
+/// What is so many steps ahead is fetched into the cache: words and pairs are more than it holds.
+const AHEAD: usize = 8;
 /// Slots are numbered by u32.
 const MAX_SLOTS: usize = u32::MAX as usize - 2;
 
@@ -209,6 +211,10 @@ impl Trainer {
         self.pairs[pair].count = 0;
         let (span_a, span_b) = (self.spans[a as usize] as usize, self.spans[b as usize] as usize);
         for index in start..start + length {
+            if let Some(&ahead) = self.places.get(index + AHEAD) {
+                prefetch(&self.slots, ahead as usize);
+                prefetch(&self.weights, ahead as usize / GRANULE);
+            }
             let at = self.places[index] as usize;
             let middle = at + span_a;
             if self.slots[at] != a || self.slots[middle] != b {
@@ -291,15 +297,18 @@ impl Trainer {
         }
         self.places = Vec::new();
         self.queue.clear();
-        self.table = PairTable::with_capacity(1 << 12);
         let mut pairs: Vec<Pair> = Vec::new();
-        let mut table = PairTable::with_capacity(1 << 12);
+        let mut table = PairTable::with_capacity((self.slots.len() / 32).clamp(1 << 12, 1 << 16));
+        // By place of a right symbol, the number of its pair.
+        let mut numbers = vec![NONE; self.slots.len()];
         for at in GRANULE..self.slots.len() {
-            let (left, right) = (self.slots[at], self.slots[at - 1]);
+            if let Some(&[left, right]) = self.slots.get(at + AHEAD - 1..=at + AHEAD) {
+                table.prefetch(left, right);
+            }
+            let (left, right) = (self.slots[at - 1], self.slots[at]);
             if left == NONE || right == NONE {
                 continue;
             }
-            let (left, right) = (right, left);
             let fresh = pairs.len() as u32;
             let pair = table.get_or_insert(left, right, fresh);
             if pair == fresh {
@@ -307,32 +316,30 @@ impl Trainer {
             }
             pairs[pair as usize].count += self.weight(at);
             pairs[pair as usize].length += 1;
+            numbers[at] = pair;
         }
+        drop(table);
         self.floor = choose_floor(&pairs, remaining);
-        pairs.retain(|pair| pair.count >= self.floor);
-        self.pairs = pairs;
-        self.list_places();
+        self.list_places(pairs, &numbers);
     }
 
-    /// Writes the occurrence lists and queue entries of `self.pairs`.
-    fn list_places(&mut self) {
+    /// Keeps the pairs above the floor: queue entries and occurrence lists.
+    fn list_places(&mut self, pairs: Vec<Pair>, numbers: &[u32]) {
+        let mut kept = vec![NONE; pairs.len()];
         let mut total = 0;
-        for (number, pair) in self.pairs.iter_mut().enumerate() {
-            self.table.get_or_insert(pair.left, pair.right, number as u32);
-            let Pair { count, left, right, .. } = *pair;
-            self.queue.push(Candidate { count, left, right, pair: number as u32 }, &self.symbols);
-            pair.start = total;
-            total += pair.length;
-            pair.length = 0;
+        self.table = PairTable::with_capacity(1 << 12);
+        self.pairs = Vec::new();
+        for (pair, kept) in pairs.into_iter().zip(&mut kept).filter(|(pair, _)| pair.count >= self.floor) {
+            *kept = self.pairs.len() as u32;
+            let Pair { count, left, right, length, .. } = pair;
+            self.table.get_or_insert(left, right, *kept);
+            self.queue.push(Candidate { count, left, right, pair: *kept }, &self.symbols);
+            self.pairs.push(Pair { start: total, length: 0, ..pair });
+            total += length;
         }
         self.places = vec![0; total];
-        for at in GRANULE + 1..self.slots.len() {
-            let (left, right) = (self.slots[at - 1], self.slots[at]);
-            if left == NONE || right == NONE {
-                continue;
-            }
-            if let Some(number) = self.table.get(left, right) {
-                let pair = &mut self.pairs[number as usize];
+        for (at, &number) in numbers.iter().enumerate().filter(|&(_, &number)| number != NONE) {
+            if let Some(pair) = self.pairs.get_mut(kept[number as usize] as usize) {
                 self.places[pair.start + pair.length] = at as u32 - 1;
                 pair.length += 1;
             }

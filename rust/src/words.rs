@@ -102,6 +102,14 @@ impl Default for WordTable {
 }
 
 impl WordTable {
+    /// With room for about half the words of a text of `bytes` bytes, by experience, but within `most_bytes`.
+    pub fn for_text(bytes: usize, most_bytes: usize) -> Self {
+        let most = (most_bytes / size_of::<Slot>()).clamp(1 << 12, 1 << 18);
+        let slots = vec![[0; 3]; 1 << (bytes / 64).clamp(1 << 12, most).ilog2()];
+        want_large_pages(&slots);
+        WordTable { slots, ..WordTable::default() }
+    }
+
     /// Number of distinct words.
     pub fn len(&self) -> usize {
         self.used + self.long.len()
