@@ -301,7 +301,7 @@ impl Trainer {
         let mut table = PairTable::with_capacity((self.slots.len() / 32).clamp(1 << 12, 1 << 16));
         // By place of a right symbol, the number of its pair.
         let mut numbers = vec![NONE; self.slots.len()];
-        for at in GRANULE..self.slots.len() {
+        for (at, number) in numbers.iter_mut().enumerate().skip(GRANULE) {
             if let Some(&[left, right]) = self.slots.get(at + AHEAD - 1..=at + AHEAD) {
                 table.prefetch(left, right);
             }
@@ -316,7 +316,7 @@ impl Trainer {
             }
             pairs[pair as usize].count += self.weight(at);
             pairs[pair as usize].length += 1;
-            numbers[at] = pair;
+            *number = pair;
         }
         drop(table);
         self.floor = choose_floor(&pairs, remaining);
