@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from groundup.kernels import rotary_attention
+from groundup.kernels import flash_hopper, flash_triton, rotary_attention
 from groundup.kernels.attention import Rule, reference
 from groundup.kernels.elementwise import turned
+from groundup.kernels.rotary_attention import forward_op
 
 
 def apart(qkv: torch.Tensor, rotation, n_heads: int, softcap: float) -> torch.Tensor:
@@ -48,3 +49,27 @@ def test_the_operator_is_registered_in_full():
         torch.library.opcheck(
             torch.ops.groundup.rotary_attention.default, (qkv, *rotation, 2, 0.0, False, True), atol=1e-5, rtol=1e-5
         )
+
+
+@pytest.mark.parametrize("rope", [True, False])
+def test_sums_of_queries_in_float32_are_scaled_and_turned(rope: bool, monkeypatch):
+    """What the Hopper backward hands over, dQ / scale in float32, from the plain kernels instead."""
+
+    def query_sums(d_out, d_lse, q, k, v, out, lse, rule, into):
+        d_q, d_k, d_v = flash_triton.attention_backward(d_out, d_lse, q, k, v, out, lse, rule)
+        into[0].copy_(d_k)
+        into[1].copy_(d_v)
+        return (d_q.float() / rule.scale).transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr(flash_hopper, "forward_pays", lambda q, k: False)
+    monkeypatch.setattr(flash_hopper, "backward_pays", lambda q, k: True)
+    monkeypatch.setattr(flash_hopper, "query_sums", query_sums)
+    torch.manual_seed(0)
+    qkv, flow = torch.randn(2, 33, 4, 16).bfloat16().requires_grad_(), torch.randn(2, 2, 33, 16).bfloat16()
+    angle = torch.randn(33, 8)
+    rotation = (angle.cos(), angle.sin()) if rope else (None, None)
+    grads = []
+    for hopper in (True, False):
+        out = forward_op(qkv, *rotation, 2, 0.0, hopper, not hopper)[0]
+        grads.append(torch.autograd.grad(out, qkv, flow)[0])
+    torch.testing.assert_close(*grads, rtol=2e-2, atol=2e-3)
