@@ -1,6 +1,5 @@
 """`groundup account …`: parameters, FLOPs, memory and time of a model, from its configuration alone."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,10 +7,10 @@ from typing import Annotated, Literal
 
 from tyro.conf import arg
 
+from groundup.cli.output import emit
 from groundup.cli.parse import parse
 from groundup.config import ModelConfig, RunConfig, load_toml, size
 from groundup.errors import UserError, nearest_name
-from groundup.files import write_atomic
 
 
 @dataclass(frozen=True)
@@ -94,10 +93,7 @@ def main(argv: Sequence[str], prog: str) -> int:
         raise UserError(f'no command "account {argv[0]}"{nearest_name(argv[0], COMMANDS)}; {prog} --help lists them')
     args = parse(COMMANDS[argv[0]], argv[1:], f"{prog} {argv[0]}")
     report = _report(args)
-    document = json.dumps(report.document, indent=2)
-    print(document if args.json == "-" else report.text(args.explain))
-    if args.json not in ("", "-"):
-        write_atomic(Path(args.json), document + "\n")
+    emit(report.document, report.text(args.explain), args.json)
     return 0
 
 

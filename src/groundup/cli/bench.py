@@ -1,13 +1,12 @@
 """`groundup bench …`: benchmarks on one harness, their tables, and comparisons of their results."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from groundup.cli.output import note
+from groundup.cli.output import emit, note
 from groundup.cli.parse import parse
 from groundup.errors import UserError, nearest_name
 from groundup.files import write_atomic
@@ -114,7 +113,7 @@ def _sweep(benchmark: Any, options: Any, argv: list[str]) -> int:
     if options.plot:
         plot(benchmark, cells, Path(options.plot))
     text = table(benchmark, cells, "plain") + ("" if rows is None else f"\n\n{check_table(rows, 'plain')}")
-    _emit(document(benchmark.name, cells, rows), text, options.json)
+    emit(document(benchmark.name, cells, rows), text, options.json)
     return 1 if rows is not None and options.strict and missed(rows) else 0
 
 
@@ -146,7 +145,7 @@ def _table(args: TableArgs) -> int:
         check_suffix(args.plot)
         plot(find(names[0]), cells, Path(args.plot))
     text = "\n\n".join(table(find(name), some, args.format) for name, some in by_name.items())
-    _emit(document(", ".join(names), cells), text, args.json)
+    emit(document(", ".join(names), cells), text, args.json)
     return 0
 
 
@@ -155,7 +154,7 @@ def _diff(args: DiffArgs) -> int:
     from groundup.bench.diff import diff, diff_table
 
     rows = diff(read_results([args.old]), read_results([args.new]))
-    _emit({"rows": rows}, diff_table(rows, args.all, "plain"), args.json)
+    emit({"rows": rows}, diff_table(rows, args.all, "plain"), args.json)
     return 0
 
 
@@ -169,7 +168,7 @@ def _check(args: CheckArgs) -> int:
     if not cells:
         raise UserError("the results hold no cell of bench step; predictions exist for that benchmark")
     rows = check_steps(cells, model_config, args.hardware)
-    _emit({"check": rows}, check_table(rows, "plain"), args.json)
+    emit({"check": rows}, check_table(rows, "plain"), args.json)
     return 1 if args.strict and missed(rows) else 0
 
 
@@ -177,14 +176,3 @@ def _given(results: tuple[Path, ...]) -> tuple[Path, ...]:
     if not results:
         raise UserError("missing: RESULTS..., at least one result file or directory")
     return results
-
-
-def _emit(result: dict[str, Any], text: str, json_path: str) -> None:
-    """The text for people; with --json the document to its file, or alone to standard output."""
-    whole = json.dumps(result, indent=1)
-    if json_path == "-":
-        print(whole)
-        return
-    print(text)
-    if json_path:
-        write_atomic(Path(json_path), whole + "\n")

@@ -1,17 +1,15 @@
 """`groundup generate`: a run's model continues a prompt."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from groundup.cli.output import check_utf8, note
+from groundup.cli.output import check_utf8, emit, note
 from groundup.cli.parse import parse
 from groundup.cli.run_config import Step
 from groundup.errors import UserError
-from groundup.files import write_atomic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +85,5 @@ def _lines(path: Path) -> list[str]:
 
 def _show(prompts: list[str], texts: list[str], json_path: str) -> None:
     rows = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
-    whole = json.dumps({"texts": rows}, indent=2, ensure_ascii=False)
-    if json_path == "-":
-        print(whole)
-        return
-    print("\n\n---\n\n".join(row["prompt"] + row["text"] for row in rows))
-    if json_path:
-        write_atomic(Path(json_path), whole + "\n")
+    text = "\n\n---\n\n".join(row["prompt"] + row["text"] for row in rows)
+    emit({"texts": rows}, text, json_path, ensure_ascii=False)

@@ -16,15 +16,17 @@ def card(rows: Mapping[str, str]) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
+def emit(result: Mapping[str, Any], text: str, json_path: str, ensure_ascii: bool = True) -> None:
+    """Print the text; `json_path` "-" prints `result` as JSON in its place, another path gets it as well."""
+    document = json.dumps(result, indent=2, ensure_ascii=ensure_ascii)
+    print(document if json_path == "-" else text)
+    if json_path not in ("", "-"):
+        write_atomic(Path(json_path), document + "\n")
+
+
 def show(result: Mapping[str, Any], rows: Mapping[str, str], json_path: str) -> None:
-    """Print the card; `json_path` "-" prints the JSON in its place, another path gets it as well."""
-    text = json.dumps(result, indent=2)
-    if json_path == "-":
-        print(text)
-        return
-    print(card(rows))
-    if json_path:
-        write_atomic(Path(json_path), text + "\n")
+    """`emit` with a card as the text."""
+    emit(result, card(rows), json_path)
 
 
 def note(message: str) -> None:

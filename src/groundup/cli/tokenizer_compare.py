@@ -6,6 +6,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, UseAppendAction, arg
 
+from groundup.cli.output import emit
 from groundup.cli.parse import parse
 from groundup.errors import UserError
 
@@ -26,18 +27,11 @@ def main(argv: list[str], prog: str) -> int:
     args = parse(Args, argv, prog)
     if len(args.tokenizers) < 2 or not args.text:
         raise UserError(f"give two or more tokenizers, and at least one --text FILE; see {prog} --help")
-    import json
-
     from tabulate import tabulate
 
-    from groundup.files import write_atomic
     from groundup.tokenizer.compare import compare
 
     rows = compare(args.tokenizers, args.text)
-    result = json.dumps({"tokenizers": [path.name for path in args.tokenizers], "rows": rows}, indent=2)
-    if args.json == "-":
-        print(result)
-        return 0
     names = _distinct([str(path) for path in args.tokenizers])
     headers = ["text", "MB", *(f"{name}\n{unit}" for unit in ("bytes a token", "MB/s") for name in names)]
     table = [
@@ -47,9 +41,8 @@ def main(argv: list[str], prog: str) -> int:
         for row in rows
     ]
     formats = ("", ".2f", *[".3f"] * len(names), *[".1f"] * len(names))
-    print(tabulate(table, headers, floatfmt=formats))
-    if args.json:
-        write_atomic(Path(args.json), result + "\n")
+    result = {"tokenizers": [path.name for path in args.tokenizers], "rows": rows}
+    emit(result, tabulate(table, headers, floatfmt=formats), args.json)
     return 0
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
 
+from groundup.cli.output import emit
 from groundup.cli.parse import parse
 from groundup.errors import UserError
 
@@ -36,11 +37,8 @@ def main(argv: list[str], prog: str) -> int:
         raise UserError(f"missing: FILES..., at least one text file or folder; see {prog} --help")
     if args.top < 1:
         raise UserError(f"--top is {args.top}; it must be at least 1")
-    import json
-
     from tabulate import tabulate
 
-    from groundup.files import write_atomic
     from groundup.tokenizer.profile import profile_core, profile_ladder
 
     specials = args.special_token or ("<|endoftext|>",)
@@ -58,10 +56,8 @@ def main(argv: list[str], prog: str) -> int:
             for row in rows
         ]
         headers = ["function", "calls", "own s", "with callees s"]
-    result = json.dumps({"ladder": args.ladder, "vocab_size": args.vocab_size, "rows": rows}, indent=2)
-    print(result if args.json == "-" else tabulate(table, headers, disable_numparse=True))
-    if args.json not in ("", "-"):
-        write_atomic(Path(args.json), result + "\n")
+    result = {"ladder": args.ladder, "vocab_size": args.vocab_size, "rows": rows}
+    emit(result, tabulate(table, headers, disable_numparse=True), args.json)
     return 0
 
 
