@@ -1,7 +1,7 @@
 """Whole training runs on one or two H200s: what docs/training.md measures.
 
     python benchmarks/runs_h200.py TOKENS OUT [--sections ablation,muon,resume,loop,generate] [--gpus 2]
-                                              [--seconds 235] [--work DIR] [--tiny]
+                                              [--seconds 235] [--workers 7] [--muon-steps 1250] [--work DIR] [--tiny]
 
 TOKENS is the stories' token directory (docs/stories.md). The sections:
 
@@ -201,6 +201,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=235.0)
     parser.add_argument("--work", type=Path, default=Path("/tmp/groundup-runs"))
     parser.add_argument("--workers", type=int, default=7, help="processes that share a GPU")
+    parser.add_argument("--muon-steps", type=int, default=1250)
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     if unknown := [name for name in args.sections if name not in SECTIONS]:
@@ -210,7 +211,7 @@ def main() -> None:
         directory.mkdir(parents=True, exist_ok=True)
     for claim in (work / "ablation").glob("*.claim"):
         claim.unlink()
-    args.steps = {"ablation": 200, "muon": 1250, "loop": 80}
+    args.steps = {"ablation": 200, "muon": args.muon_steps, "loop": 80}
     config = load_toml(ROOT / "recipes/stories-17m.toml", RunConfig)
     train = replace(config.train, eval_batches=0, save_every=0, keep_last=1, precision="bf16-mixed", device="cuda")
     config = replace(config, data=DataConfig(path=str(args.tokens.resolve())))

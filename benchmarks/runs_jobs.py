@@ -63,7 +63,7 @@ def ablation(work: str) -> dict:
         took.append(variation.name)
         try:
             rows = ablate(base, [variation], out, ConsoleProgress, print)
-            failed = rows[0].failed if rows else "interrupted"
+            failed = rows[0].failed if rows else None  # None: interrupted
         except Exception as error:  # one variation's failure is its own row
             failed = f"{type(error).__name__}: {error}".splitlines()[0]
         if failed:
@@ -292,7 +292,7 @@ def report(work: str, out: str) -> dict:
             if not run.config.exists():
                 continue
             note = Path(work, "ablation", f"{variation.name}.failed")
-            failed = None if is_finished(run) else note.read_text() if note.exists() else "not finished"
+            failed = note.read_text() if note.exists() and not is_finished(run) else None
             first = rows[0].valid_loss if rows else None
             row = outcome(variation, changed(base, variation.changes), run, failed, first)
             rows.append(replace(row, tokens_per_second=None))  # they shared a GPU
@@ -367,27 +367,42 @@ def told(results: dict[str, Any], muon: dict[str, dict[str, float]]) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
+MOST = 0.5
+"""Nats at which a bar is cut: one run that does not train would make all others invisible."""
+
+
 def draw_changes(rows: list[Any], out: Path) -> None:
-    """Bars: each variation's validation loss less the baseline's; the band is what other seeds give."""
+    """Bars: each variation's validation loss less the baseline's; the band is what other seeds give, if there are any.
+
+    A bar that would leave the picture ends in an arrowhead, and the axis' label says so.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     known = [row for row in rows[1:] if row.change is not None]
     noise = max((abs(row.change) for row in known if row.name.startswith("seed-")), default=0.0)
     bars = sorted((row for row in known if not row.name.startswith("seed-")), key=lambda row: -row.change)
-    most = 0.3  # nats; one that fails would make the others invisible
-    figure = Figure(figsize=(8, 1.2 + 0.26 * len(bars)), dpi=160, layout="constrained")
+    figure = Figure(figsize=(8, 1.2 + 0.26 * len(bars)), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.axvspan(-noise, noise, color="#DDDDDD", zorder=0)
-    colours = ["#D55E00" if row.change > 0 else "#0072B2" for row in bars]
-    axes.barh([row.name for row in bars], [min(row.change, most) for row in bars], color=colours, zorder=2)
     for place, row in enumerate(bars):
-        at = (min(max(row.change, 0), most), place)
-        axes.annotate(f"{row.change:+.3f}", at, (4, 0), textcoords="offset points", va="center", fontsize=8)
+        colour, length = ("#D55E00" if row.change > 0 else "#0072B2"), max(-MOST, min(row.change, MOST))
+        axes.barh(place, length, color=colour, zorder=2)
+        cut = abs(row.change) > MOST
+        if cut:
+            axes.plot(length, place, marker=">" if length > 0 else "<", color=colour, markersize=13, clip_on=False)
+        at, beyond = (max(length, 0), place), 11 if cut and length > 0 else 4
+        axes.annotate(f"{row.change:+.3f}", at, (beyond, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.set_yticks(range(len(bars)), [row.name for row in bars])
     axes.margins(x=0.12)
     axes.tick_params(labelsize=9)
-    axes.set_xlabel(f"validation loss less the baseline's {rows[0].valid_loss:.3f} (grey: other seeds)")
+    notes = [f"grey: other seeds, ±{noise:.3f}"] if noise else []
+    if any(abs(row.change) > MOST for row in bars):
+        notes.append(f"bars with an arrowhead are longer than drawn (cut at {MOST:g})")
+    if noise:
+        axes.axvspan(-noise, noise, color="#DDDDDD", zorder=0)
+    axes.axvline(0, color="#333333", linewidth=0.8, zorder=3)
+    axes.set_xlabel("\n".join([f"validation loss less the baseline's {rows[0].valid_loss:.3f}, nats a token", *notes]))
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.savefig(out)

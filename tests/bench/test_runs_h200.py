@@ -5,6 +5,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -92,3 +93,28 @@ def test_every_section_has_jobs_of_functions_that_exist(tmp_path: Path):
         assert len({j.name for j in jobs}) == len(jobs)
         for command in (j.command for j in jobs if j.command[1].endswith("runs_jobs.py")):
             assert callable(getattr(runs_jobs, command[2]))
+
+
+def test_bars_that_do_not_fit_are_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import runs_jobs
+    from matplotlib.figure import Figure
+
+    def row(name: str, change: float | None) -> SimpleNamespace:
+        return SimpleNamespace(name=name, change=change, valid_loss=4.0)
+
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, out: figures.append(figure))
+    rows = [row("baseline", None), row("worse", 2.5), row("better", -0.2), row("a bit", 0.4), row("stopped", None)]
+    runs_jobs.draw_changes(rows, tmp_path / "cut.png")
+    axes = figures[0].axes[0]
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["worse", "a bit", "better"]
+    assert [bar.get_width() for bar in axes.patches] == [runs_jobs.MOST, 0.4, -0.2]
+    assert [text.get_text() for text in axes.texts] == ["+2.500", "+0.400", "-0.200"]
+    arrowheads = [line for line in axes.lines if line.get_marker() == ">"]
+    assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in arrowheads] == [(runs_jobs.MOST, 0)]
+    assert "longer than drawn" in axes.get_xlabel()
+    assert "seeds" not in axes.get_xlabel()
+    runs_jobs.draw_changes([*rows[:1], rows[2], row("seed-1", 0.02)], tmp_path / "whole.png")
+    label = figures[1].axes[0].get_xlabel()
+    assert "longer than drawn" not in label
+    assert "other seeds, ±0.020" in label

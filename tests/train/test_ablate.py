@@ -16,9 +16,9 @@ from groundup.config import RunConfig, dump_toml, load_toml
 from groundup.errors import UserError
 from groundup.model import TransformerLM, count_parameters
 from groundup.report.ablation import ablation_table, write_ablation
-from groundup.train import Progress, train
+from groundup.train import Progress, RunDirectory, train
 from groundup.train import ablate as module
-from groundup.train.ablate import AXES, ablate, changed, shortened, variations
+from groundup.train.ablate import AXES, Outcome, Variation, ablate, changed, outcome, shortened, variations
 
 
 @pytest.fixture
@@ -149,6 +149,34 @@ def test_a_variation_that_fails_is_a_row_and_a_failed_baseline_an_error(
     bad = changed(base, {"model.norm": "none"})
     with pytest.raises(UserError, match="the baseline failed"):
         ablate(bad, variations(bad, ["norm"]), tmp_path / "other")
+
+
+def test_a_stopped_run_is_not_finished_and_not_failed(tokens: Path, tmp_path: Path):
+    base, out = tiny_config(tokens, steps=6, eval_every=2), tmp_path / "out"
+    found = variations(base, ["tie", "norm"])
+    whole, tied = (changed(base, variation.changes) for variation in found[:2])
+    train(whole, out / "baseline")
+    train(tied, out / "tie-on", progress=Recorder({4: lambda: os.kill(os.getpid(), signal.SIGINT)}))
+    train(changed(base, {"model.norm": "post"}), out / "norm-post")
+    metrics = out / "norm-post" / "metrics.jsonl"  # killed between its last step and the evaluation
+    metrics.write_text("".join(line for line in metrics.open() if '"step": 6, "valid_loss"' not in line))
+
+    def row(variation: Variation, config: RunConfig, failed: str | None = None) -> Outcome:
+        return outcome(variation, config, RunDirectory(out / variation.name), failed, 3.0)
+
+    outcomes = [row(found[0], whole), row(found[1], tied), *(row(v, changed(base, v.changes)) for v in found[2:])]
+    assert len(read_metrics(out / "tie-on")) > 4  # it has evaluations, but none from its end
+    text = ablation_table(outcomes)
+    lines = {line.split()[1]: line for line in text.splitlines()[2:6]}
+    assert "not finished (4 of 6 steps)" in lines["tie-on"]
+    assert "not finished (6 of 6 steps, not evaluated)" in lines["norm-post"]
+    assert "not finished (0 of 6 steps)" in lines["norm-none"]
+    assert "not finished" not in lines["baseline"]
+    assert "failed" not in text
+    assert [o.change is None for o in outcomes] == [False, True, True, True]
+    text = ablation_table([outcomes[0], row(found[1], tied, "step 5: the loss is nan")])
+    assert "| failed |" in " ".join(text.split())
+    assert "tie-on failed after 4 steps: step 5: the loss is nan" in text
 
 
 def test_a_run_that_stopped_early_is_finished_and_counts_its_best_loss(tokens: Path, tmp_path: Path):

@@ -14,13 +14,16 @@ from groundup.train.ablate import Outcome
 
 
 def ablation_table(outcomes: Sequence[Outcome]) -> str:
-    """Markdown: the baseline first, then from the best validation loss to the worst, failed ones last."""
+    """Markdown: the baseline first, then from the best validation loss to the worst, those without one last.
+
+    A run that was stopped is told from one that failed: the first can go on.
+    """
     worst = float("inf")
     ranked = sorted(outcomes[1:], key=lambda o: worst if o.valid_loss is None else o.valid_loss)
     rows = [
         (
             o.name,
-            "failed" if o.valid_loss is None else f"{o.valid_loss:.4f}",
+            _result(o),
             "" if o.change is None else f"{o.change:+.4f}",
             "" if o.tokens_per_second is None else f"{o.tokens_per_second:,.0f}",
             f"{o.parameters:,}",
@@ -31,6 +34,15 @@ def ablation_table(outcomes: Sequence[Outcome]) -> str:
     table = tabulate(rows, headers, tablefmt="pipe", disable_numparse=True, colalign=("left", *["right"] * 4))
     failures = [f"\n{o.name} failed after {o.steps} steps: {o.failed}" for o in outcomes if o.failed]
     return "\n".join([table, *failures]) + "\n"
+
+
+def _result(outcome: Outcome) -> str:
+    if outcome.valid_loss is not None:
+        return f"{outcome.valid_loss:.4f}"
+    if outcome.failed:
+        return "failed"
+    missing = ", not evaluated" if outcome.steps == outcome.planned_steps else ""
+    return f"not finished ({outcome.steps} of {outcome.planned_steps} steps{missing})"
 
 
 def write_ablation(outcomes: Sequence[Outcome], out: Path) -> list[Path]:

@@ -50,14 +50,18 @@ class Outcome:
     name: str
     changes: Changes
     steps: int
+    """Taken; `planned_steps` is what its configuration says."""
+    planned_steps: int
     parameters: int
     valid_loss: float | None
-    """Nats a token after the last step (with early stopping the lowest); None where the run failed."""
+    """Nats a token after the last step (with early stopping the lowest); None where the run failed or was stopped
+    before: a loss from the middle of a run says nothing beside one from the end."""
     change: float | None
     """Its difference to the baseline's; positive is worse."""
     tokens_per_second: float | None
     """Median over the steps, without the first tenth."""
     failed: str | None = None
+    """Why it cannot be trained; None also for a run that was merely stopped and can go on."""
 
 
 def _others(field: str, values: Iterable[Any]) -> Callable[[RunConfig], dict[str, Changes]]:
@@ -222,18 +226,21 @@ def outcome(
     variation: Variation, config: RunConfig, run: RunDirectory, failed: str | None, baseline: float | None
 ) -> Outcome:
     """A row of the table from a run's files; `baseline`: the baseline's validation loss, None for itself."""
+    config = run.load_config() if run.config.exists() else config
     rows = read_rows(run.metrics)
     steps = [row for row in rows if "loss" in row]
     speeds = [row["tokens_per_second"] for row in steps[len(steps) // 10 :]]
     losses = [row["valid_loss"] for row in rows if "valid_loss" in row]
-    loss = None if failed or not losses else _best(run).loss if config.train.early_stopping else losses[-1]
-    model = run.load_config().model if run.config.exists() else config.model
+    loss = None
+    if not failed and is_finished(run):
+        loss = _best(run).loss if config.train.early_stopping else losses[-1]
     with torch.device("meta"):
-        parameters = count_parameters(TransformerLM(model)) if model.vocab_size else 0
+        parameters = count_parameters(TransformerLM(config.model)) if config.model.vocab_size else 0
     return Outcome(
         variation.name,
         variation.changes,
         steps=steps[-1]["step"] if steps else 0,
+        planned_steps=config.train.steps,
         parameters=parameters,
         valid_loss=loss,
         change=None if loss is None or baseline is None else loss - baseline,
