@@ -10,7 +10,7 @@ import ctypes
 import os
 import re
 import shutil
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -75,6 +75,20 @@ def directory_written_aside(target: Path) -> Generator[Path]:
             fsync_path(target.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)  # the old content, or the unfinished new one
+
+
+def check_replaceable(out: Path, files: Collection[str], maker: str) -> None:
+    """Raise UserError unless `out` is free, or a directory with nothing but `files`, the names that `maker` writes.
+
+    The whole directory will be exchanged for a new one, so a stranger's file in it would be lost.
+    """
+    if not out.exists() and not out.is_symlink():
+        return
+    if not out.is_dir():
+        raise UserError(f"--out {out} is a file, not a directory; give another path")
+    strangers = sorted(path.name for path in out.iterdir() if path.name not in files)
+    if strangers:
+        raise UserError(f"--out {out} holds {strangers[0]}, which {maker} did not write; give another directory")
 
 
 def _exchange(a: Path, b: Path) -> None:

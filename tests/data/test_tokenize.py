@@ -232,7 +232,7 @@ def test_refusals(tmp_path):
         (([a], [b], tokenizer, out, 0.1), "not both"),
         (([a], [b], byte_tokenizer("<|other|>"), out), "no special token <|endoftext|>.*--special-token"),
         (([a], None, tokenizer, a), "is a file"),
-        (([a], None, tokenizer, tmp_path), 'holds "a.txt", which is no part of a token directory'),
+        (([a], None, tokenizer, tmp_path), "holds a.txt, which tokenize did not write"),
     ]:
         with pytest.raises(UserError, match=message) as error:
             tokenize_corpus(*args)

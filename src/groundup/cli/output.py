@@ -1,4 +1,4 @@
-"""What commands share when they write: a card for people, JSON for machines, and care with `--out`."""
+"""What commands share when they write: a card for people, JSON for machines."""
 
 import json
 import sys
@@ -32,20 +32,6 @@ def show(result: Mapping[str, Any], rows: Mapping[str, str], json_path: str) -> 
 def note(message: str) -> None:
     """One line on standard error: what was derived or happened, beside the command's result."""
     print(message, file=sys.stderr, flush=True)
-
-
-def check_replaceable(out: Path, files: frozenset[str], maker: str) -> None:
-    """Refuse an existing `out` that holds anything but `files`, the names that `maker` writes.
-
-    The whole directory will be exchanged for a new one, so a stranger's file in it would be lost.
-    """
-    if not out.exists() and not out.is_symlink():
-        return
-    if not out.is_dir():
-        raise UserError(f"--out {out} exists and is not a directory; give another path")
-    strangers = sorted(path.name for path in out.iterdir() if path.name not in files)
-    if strangers:
-        raise UserError(f"--out {out} holds {strangers[0]}, which {maker} did not write; give another directory")
 
 
 def check_utf8(text: str, what: str) -> None:

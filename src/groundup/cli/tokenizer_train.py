@@ -7,10 +7,11 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from groundup.cli.output import check_replaceable, check_utf8, note
+from groundup.cli.output import check_utf8, note
 from groundup.cli.parse import parse
 from groundup.cli.progress_line import ProgressLine
 from groundup.errors import UserError
+from groundup.files import check_replaceable
 
 FILES = frozenset({"tokenizer.json", "vocab.json", "merges.txt"})
 

@@ -24,7 +24,7 @@ TOKENIZER_FILE = "tokenizer.json"
 META_FILE = "meta.json"
 FORMAT = "groundup-tokens-1"
 SPLITS = ("train", "valid")
-_FILES = {META_FILE, TOKENIZER_FILE, *(f"{split}{kind}.npy" for split in SPLITS for kind in ("", ".docs"))}
+FILES = {META_FILE, TOKENIZER_FILE, *(f"{split}{kind}.npy" for split in SPLITS for kind in ("", ".docs"))}
 _AGAIN = "run `groundup tokenize` again"
 
 
@@ -35,17 +35,6 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 def dump_meta(directory: Path, meta: dict) -> None:
     write_atomic(directory / META_FILE, json.dumps({"format": FORMAT, **meta}, indent=1) + "\n")
-
-
-def refuse_foreign_directory(out: Path) -> None:
-    """Raise UserError unless `out` is free, an empty directory, or a token directory: it will be replaced whole."""
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise UserError(f"{out}: is a file; name a directory for the tokens")
-    foreign = sorted(path.name for path in out.iterdir() if path.name not in _FILES)
-    if foreign:
-        raise UserError(f'{out}: holds "{foreign[0]}", which is no part of a token directory; name another --out')
 
 
 @dataclass(frozen=True, eq=False)

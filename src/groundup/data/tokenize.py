@@ -30,11 +30,11 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from groundup.data.corpus import SEPARATOR, Block, ReadCounts, Source, find_sources, read_blocks
-from groundup.data.dataset import TOKENIZER_FILE, dump_meta, refuse_foreign_directory, token_dtype
+from groundup.data.dataset import FILES, TOKENIZER_FILE, dump_meta, token_dtype
 from groundup.data.npy import NpyWriter
 from groundup.data.permutation import make_key, permute
 from groundup.errors import UserError
-from groundup.files import directory_written_aside
+from groundup.files import check_replaceable, directory_written_aside
 from groundup.tokenizer import Tokenizer
 from groundup.tokenizer.training import available_threads
 
@@ -129,7 +129,7 @@ def tokenize_corpus(
     _check_tokenizer(tokenizer)
     fraction = _check_fraction(valid, valid_fraction)
     out = Path(out).resolve()
-    refuse_foreign_directory(out)
+    check_replaceable(out, FILES, "tokenize")
     sources = {"train": find_sources(train)}
     if valid is not None:
         sources["valid"] = find_sources(valid)

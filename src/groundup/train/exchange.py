@@ -25,7 +25,7 @@ from groundup import __version__
 from groundup.config import DataConfig, RunConfig, TrainConfig
 from groundup.data import TokenData
 from groundup.errors import UserError
-from groundup.files import directory_written_aside
+from groundup.files import check_replaceable, directory_written_aside
 from groundup.model import TransformerLM
 from groundup.model.hf import CONFIG, WEIGHTS, read_hf, read_json, to_hf, to_hf_config
 from groundup.tokenizer import Tokenizer
@@ -84,15 +84,8 @@ def _tokenizer_config(eot: int | None, context_length: int) -> dict[str, Any]:
 
 def _refuse_foreign_export(directory: Path) -> None:
     """Raise UserError unless `directory` is free, empty, or an export of ours and nothing else."""
-    if not directory.exists():
-        return
-    if not directory.is_dir():
-        raise UserError(f"--out {directory} exists and is not a directory; give another path")
-    names = {path.name for path in directory.iterdir()}
-    strangers = sorted(names - EXPORTED)
-    if strangers:
-        raise UserError(f"--out {directory} holds {strangers[0]}, which export did not write; give another directory")
-    if names and not _is_ours(directory / WEIGHTS):
+    check_replaceable(directory, EXPORTED, "export")
+    if directory.exists() and any(directory.iterdir()) and not _is_ours(directory / WEIGHTS):
         # A downloaded model has files of the same names.
         raise UserError(f"--out {directory} holds a model that groundup did not export; give another directory")
 
