@@ -18,7 +18,7 @@ from typing import Any
 from groundup.errors import UserError, nearest_name
 from groundup.generate.engine import generate
 from groundup.generate.sampling import check_sampling
-from groundup.generate.text import stream_text
+from groundup.generate.text import bounds, stream_text
 from groundup.model import TransformerLM
 from groundup.tokenizer import Tokenizer
 
@@ -86,21 +86,8 @@ class Chat:
         ended = not self.ids or self.ids[-1] == self.tokenizer.eot_id
         text = line if ended or not line else f"\n{line}"
         self._append(self.tokenizer.encode(text))
-        end, settings = self.tokenizer.eot_id, self.settings
-        answer = generate(
-            self.model,
-            self.ids,
-            settings.max_tokens,
-            settings.temperature,
-            settings.top_k,
-            settings.top_p,
-            (settings.seed + self.answers) % 2**63,
-            stop_ids=() if end is None else (end,),
-            min_p=settings.min_p,
-            start_id=end,
-            vocab_limit=self.tokenizer.vocab_size,
-            on_slide=self._say_slide,
-        )
+        settings = vars(self.settings) | {"seed": (self.settings.seed + self.answers) % 2**63}
+        answer = generate(self.model, self.ids, **settings, **bounds(self.tokenizer), on_slide=self._say_slide)
         self.answers += 1
         return map(printable, stream_text(self.tokenizer, self._remembered(answer)))
 

@@ -1,6 +1,7 @@
 """Tokens to text while they arrive, and the whole way from a prompt to its continuation."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from groundup.generate.batch import generate_batch
 from groundup.generate.engine import generate
@@ -17,39 +18,25 @@ def stream_text(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
     return tokenizer.decode_iterable(token for token in ids if token != tokenizer.eot_id)
 
 
+def bounds(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What `generate` is told of the tokenizer: where a text ends, what an empty prompt starts from, its number of ids."""
+    end = tokenizer.eot_id
+    return {"stop_ids": () if end is None else (end,), "start_id": end, "vocab_limit": tokenizer.vocab_size}
+
+
 def generate_text(
     model: TransformerLM,
     tokenizer: Tokenizer,
     prompt: str,
     max_tokens: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    on_slide: Callable[[str], None] | None = None,
-    min_p: float = 0.0,
-    compiled: bool = False,
+    **settings: Any,
 ) -> Iterator[str]:
     """Stream the continuation of `prompt` (without the prompt), up to `<|endoftext|>` or `max_tokens` tokens.
 
-    An empty prompt starts a new document. Raises UserError as `groundup.generate.generate` does, at the call.
+    settings: temperature, top_k, top_p, min_p, seed, on_slide and compiled of `groundup.generate.generate`. An empty
+    prompt starts a new document. Raises UserError as `generate` does, at the call.
     """
-    end = tokenizer.eot_id
-    ids = generate(
-        model,
-        tokenizer.encode(prompt),
-        max_tokens,
-        temperature,
-        top_k,
-        top_p,
-        seed,
-        stop_ids=() if end is None else (end,),
-        min_p=min_p,
-        start_id=end,
-        vocab_limit=tokenizer.vocab_size,
-        on_slide=on_slide,
-        compiled=compiled,
-    )
+    ids = generate(model, tokenizer.encode(prompt), max_tokens, **bounds(tokenizer), **settings)
     return stream_text(tokenizer, ids)
 
 
@@ -58,29 +45,9 @@ def generate_texts(
     tokenizer: Tokenizer,
     prompts: Sequence[str],
     max_tokens: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    on_slide: Callable[[str], None] | None = None,
-    min_p: float = 0.0,
-    compiled: bool = False,
+    **settings: Any,
 ) -> list[str]:
     """The continuations of many prompts as one batch; text i is that of `generate_text(…, seed=seed + i)`."""
-    end = tokenizer.eot_id
-    batch = generate_batch(
-        model,
-        [tokenizer.encode(prompt) for prompt in prompts],
-        max_tokens,
-        temperature,
-        top_k,
-        top_p,
-        seed,
-        stop_ids=() if end is None else (end,),
-        min_p=min_p,
-        start_id=end,
-        vocab_limit=tokenizer.vocab_size,
-        on_slide=on_slide,
-        compiled=compiled,
-    )
+    ids = [tokenizer.encode(prompt) for prompt in prompts]
+    batch = generate_batch(model, ids, max_tokens, **bounds(tokenizer), **settings)
     return ["".join(stream_text(tokenizer, ids)) for ids in batch]
