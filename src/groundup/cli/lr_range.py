@@ -43,7 +43,8 @@ class Args:
 def main(argv: list[str], prog: str) -> int:
     args = parse_run(Args, argv, prog, lambda first: first.start / "config.toml" if first.start else None)
     config = resolved(_with_length(args.run, args.sweep))
-    from groundup.report.lr_range import check_png, plot_lr_range
+    from groundup.report.lr_range import plot_lr_range
+    from groundup.report.plots import check_png
     from groundup.train import load_run
     from groundup.train.job import build
     from groundup.train.lr_range import lr_range

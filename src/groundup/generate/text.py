@@ -19,7 +19,7 @@ def stream_text(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
 
 
 def bounds(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What `generate` is told of the tokenizer: where a text ends, what an empty prompt starts from, its number of ids."""
+    """What `generate` is told of the tokenizer: where a text ends, what an empty prompt starts from, how many ids."""
     end = tokenizer.eot_id
     return {"stop_ids": () if end is None else (end,), "start_id": end, "vocab_limit": tokenizer.vocab_size}
 

@@ -1,29 +1,18 @@
 """The curve of a learning-rate range test as a picture."""
 
-from io import BytesIO
 from pathlib import Path
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from groundup.errors import UserError
-from groundup.files import write_atomic
-from groundup.report.plots import COLOURS, FAINT, INK, MUTED
+from groundup.report.plots import COLOURS, INK, MUTED, check_png, frame, save_png
 from groundup.train.lr_range import LrRange
-
-
-def check_png(path: Path) -> None:
-    """Raise UserError unless `path` can name a PNG, before any work is done for it."""
-    if path.suffix.lower() != ".png" or path.is_dir():
-        raise UserError(f"{path}: the plot is a PNG picture; give a file name that ends in .png")
 
 
 def plot_lr_range(found: LrRange, out: Path) -> None:
     """Draw loss over learning rate, with the suggestion, into the PNG `out`, replaced atomically."""
     check_png(out)
     figure = Figure(figsize=(8, 4.8), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     smoothed, rates = np.array(found.smoothed), found.rates[: len(found.losses)]
     axes.plot(rates, found.losses, color=COLOURS[0], alpha=0.3, linewidth=0.9, label="each step")
@@ -37,11 +26,6 @@ def plot_lr_range(found: LrRange, out: Path) -> None:
     # The last steps of a diverging sweep are far above all others and would flatten the rest.
     low, high = min(found.losses), smoothed.max()
     axes.set_ylim(low - 0.05 * (high - low), high + 0.2 * max(high - low, 1e-3))
-    axes.set_xlabel("learning rate", color=INK)
-    axes.set_ylabel("loss (nats per token)", color=INK)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(True, color=FAINT, linewidth=0.6)
+    frame(axes, "learning rate")
     axes.legend(frameon=False, labelcolor=INK)
-    picture = BytesIO()
-    figure.savefig(picture, format="png")
-    write_atomic(out, picture.getvalue())
+    save_png(figure, out)

@@ -12,7 +12,6 @@ from typing import Literal
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
@@ -46,11 +45,9 @@ def plot_runs(runs: list[Path], out: Path, x: Literal["step", "tokens", "time"] 
         raise UserError("no runs to plot; give at least one run directory")
     if x not in COLUMN:
         raise UserError(f'x is "{x}"; it must be one of step, tokens, time')
-    if out.suffix.lower() != ".png" or out.is_dir():
-        raise UserError(f"{out}: the plot is a PNG picture; give a file name that ends in .png")
+    check_png(out)
     logs = [read_run(run) for run in runs]
     figure = Figure(figsize=(8 if len(logs) <= INSIDE else 10.5, 4.8), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     names = short_names([log.path for log in logs])
     unit, x_label = _x_unit(logs, x)
@@ -58,9 +55,31 @@ def plot_runs(runs: list[Path], out: Path, x: Literal["step", "tokens", "time"] 
         _draw_run(axes, log, x, unit, _colour(index), _line_style(index))
     _style(axes, x_label, x)
     _legend(figure, axes, logs, names)
+    save_png(figure, out)
+
+
+def check_png(path: Path) -> None:
+    """Raise UserError unless `path` can name a PNG, before any work is done for it."""
+    if path.suffix.lower() != ".png" or path.is_dir():
+        raise UserError(f"{path}: the plot is a PNG picture; give a file name that ends in .png")
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    """Write the picture; a reader sees the old file or the whole new one."""
     picture = BytesIO()
     figure.savefig(picture, format="png")
-    write_atomic(out, picture.getvalue())
+    write_atomic(path, picture.getvalue())
+
+
+def frame(axes: Axes, x_label: str) -> None:
+    """Labels, spines, ticks and grid of a plot of losses."""
+    axes.set_xlabel(x_label, color=INK)
+    axes.set_ylabel("loss (nats per token)", color=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(INK)
+    axes.tick_params(colors=INK, labelsize=9)
+    axes.grid(True, color=FAINT, linewidth=0.6, zorder=0)
+    axes.set_axisbelow(True)
 
 
 def moving_average(values: np.ndarray, half_width: int) -> np.ndarray:
@@ -132,15 +151,7 @@ def _x_unit(logs: Sequence[RunLog], x: str) -> tuple[float, str]:
 
 
 def _style(axes: Axes, x_label: str, x: str) -> None:
-    axes.set_xlabel(x_label, color=INK)
-    axes.set_ylabel("loss (nats per token)", color=INK)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(INK)
-    axes.tick_params(colors=INK, labelsize=9)
-    axes.grid(True, color=FAINT, linewidth=0.6, zorder=0)
-    axes.set_axisbelow(True)
+    frame(axes, x_label)
     axes.margins(x=0.01)
     axes.set_xlim(left=0)
     if x != "time":
