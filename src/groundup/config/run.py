@@ -20,14 +20,6 @@ class DataConfig:
     """shuffled: each window once per epoch, in a keyed random order. random: uniformly random starts."""
 
 
-_NOT_NEGATIVE = (
-    *("steps", "tokens", "eval_every", "eval_batches", "save_every", "keep_last", "keep_every"),
-    *("early_stopping", "min_delta", "max_skipped_steps", "spike_window", "spike_threshold"),
-    *("peak_tflops", "memory_gib"),
-)
-"""Numbers of the loop that may be 0 but not less."""
-
-
 @dataclass(frozen=True)
 class TrainConfig:
     """The loop."""
@@ -94,17 +86,17 @@ class TrainConfig:
 
     def resolve(self, context_length: int, world_size: int = 1) -> "TrainConfig":
         """Fill in the missing batch size and the steps. Raises UserError with the nearest legal values."""
-        for name in _NOT_NEGATIVE:
-            if not getattr(self, name) >= 0:
-                raise UserError(f"train.{name} is {getattr(self, name)}; it must not be negative")
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"train.seed is {self.seed}; it must be in [0, 2^63)")
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and not value >= 0:
+                raise UserError(f"train.{name} is {value}; it must not be negative")
         if self.spike_threshold and self.spike_window < 8:
             raise UserError(f"train.spike_window is {self.spike_window}; a median needs at least 8 steps")
         if self.skip_spikes and not self.spike_threshold:
             raise UserError("train.skip_spikes needs a train.spike_threshold above 0; nothing is a spike without one")
         if (self.early_stopping or self.keep_best) and not self.eval_every:
             raise UserError("train.early_stopping and train.keep_best need evaluations: set train.eval_every")
-        if not 0 <= self.seed < 2**63:
-            raise UserError(f"train.seed is {self.seed}; it must be in [0, 2^63)")
         config = replace(self, **_resolve_batch(self, world_size))
         if not self.steps and not self.tokens:
             raise UserError("give exactly one of train.steps and train.tokens; neither is given")
@@ -121,9 +113,6 @@ class TrainConfig:
 def _resolve_batch(train: TrainConfig, world_size: int) -> dict[str, int]:
     """The three batch sizes, the missing ones derived: global = micro × accumulation × world size."""
     micro, accumulation, total = train.micro_batch_size, train.grad_accumulation, train.global_batch_size
-    for name in ("micro_batch_size", "grad_accumulation", "global_batch_size"):
-        if getattr(train, name) < 0:
-            raise UserError(f"train.{name} is {getattr(train, name)}; it must not be negative")
     if train.find_micro_batch and not micro and not accumulation:
         if not total:
             raise UserError("train.find_micro_batch divides a given batch; set train.global_batch_size")
