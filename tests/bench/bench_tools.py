@@ -18,6 +18,7 @@ TINY = {
     "step": {"size": "tiny", "context": "8", "mode": "train-step", "warmup": "1", "steps": 2},
     "attention": {"d": "4", "context": "8", "implementation": "eager", "warmup": 1, "steps": 2},
     "norm": {"hidden": "8", "rows": "4", "implementation": "eager,layer_norm,rms_norm", "warmup": 1, "steps": 2},
+    "loss": {"tokens": "8", "vocab": "9", "hidden": "8", "implementation": "eager,chunked", "warmup": 1, "steps": 2},
     "optimizer": {"size": "tiny", "warmup": 1, "steps": 2},
     "generate": {"size": "tiny", "prompt": "8", "batch": "1,3", "precision": "fp32", "prefills": 2, "steps": 3},
     "mixed-precision": {},

@@ -4,6 +4,7 @@ import getpass
 import json
 import os
 import socket
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from bench_tools import TINY, tiny_cells, tiny_cells_of, validate
 from groundup.account import predict_step
 from groundup.bench.benchmark import find, summaries
 from groundup.bench.cells import document
-from groundup.bench.suites import attention, mixed_precision, norm, step
+from groundup.bench.suites import attention, loss, mixed_precision, norm, step
 from groundup.bench.suites import generate as generation
 from groundup.config import size
 from groundup.errors import UserError
@@ -140,6 +141,22 @@ def test_norms_compute_what_they_are_called():
     layer = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain + bias
     for name, truth in (("eager", rms), ("rms_norm", rms), ("layer_norm", layer)):
         torch.testing.assert_close(norm.norm_function(name, 8, gain, bias)(x), truth)
+
+
+def test_losses_compute_what_they_are_called():
+    x, weight = torch.randn(6, 8), torch.randn(11, 8)
+    targets = torch.randint(11, (6,))
+    truth = torch.nn.functional.cross_entropy((x.double() @ weight.double().T), targets)
+    for name in ("eager", "chunked"):
+        torch.testing.assert_close(loss.loss_function(name)(x, weight, targets).double(), truth, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.skipif(find_spec("liger_kernel") is not None, reason="Liger is installed")
+def test_a_peer_that_is_not_installed_is_said_in_a_line():
+    for name in ("norm", "loss"):
+        (cell,) = tiny_cells(name, implementation="liger")
+        assert cell["status"] != "ok"
+        assert "liger-kernel is not installed" in cell["message"]
 
 
 def test_bandwidth_is_bytes_over_time():

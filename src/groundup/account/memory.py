@@ -16,8 +16,8 @@ from groundup.config import ModelConfig
 from groundup.errors import UserError
 
 PRECISIONS = ("fp32", "tf32", "bf16-mixed", "fp16-mixed", "bf16-pure")
-"""fp32, tf32: float32 tensors. bf16-mixed: float32 weights, bf16 autocast; fp16-mixed needs the same bytes and time.
-bf16-pure: weights and state in bf16."""
+"""fp32, tf32: float32 tensors. bf16-mixed: float32 weights, bf16 autocast, residual stream in bf16; fp16-mixed: counted
+as bf16-mixed, though its residual stream is float32. bf16-pure: weights and state in bf16."""
 MODES = ("forward", "forward-backward", "train-step")
 ATTENTIONS = ("reference", "flash")
 KERNELS = ("reference", "loss", "triton")
@@ -173,14 +173,8 @@ def kv_cache_bytes(config: ModelConfig, batch: int, context: int, itemsize: int)
     return 2 * config.n_layers * batch * config.n_kv_heads * context * config.d_head * itemsize
 
 
-def memory(config: ModelConfig, setting: Setting) -> dict[str, int]:
-    """Bytes by heading; explain.py says what each key means."""
-    setting = setting.checked(config)
-    return table_of(config, trace(config, setting))
-
-
-def table_of(config: ModelConfig, step: Step) -> dict[str, int]:
-    """The figures of a traced step under flat keys, in bytes."""
+def memory(config: ModelConfig, step: Step) -> dict[str, int]:
+    """The figures of a traced step under flat keys, in bytes; explain.py says what each key means."""
     setting = step.setting
     count = parameters(config)["total"]
     weights = count * ITEMSIZE[setting.weights]

@@ -16,10 +16,12 @@ from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOption
 from groundup.bench.cells import Parameters
 from groundup.bench.harness import buffer_sets, on_side_stream, summary, time_kernel
 from groundup.bench.sweep import resolve_device
+from groundup.errors import UserError
 from groundup.model.layers import RMSNorm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-IMPLEMENTATIONS = ("eager", "compiled", "layer_norm", "rms_norm")
+TORCH = ("eager", "compiled", "layer_norm", "rms_norm")
+IMPLEMENTATIONS = (*TORCH, "kernel", "liger")
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,9 @@ class Options(SweepOptions):
     Lists are separated by commas; every combination is one cell.
     """
 
-    implementation: str = ",".join(IMPLEMENTATIONS)
-    """eager, compiled: this package's RMSNorm; layer_norm: torch's LayerNorm; rms_norm: torch's F.rms_norm."""
+    implementation: str = ",".join(TORCH)
+    """eager, compiled, kernel: this package's RMSNorm, plain, under torch.compile, in Triton; layer_norm: torch's
+    LayerNorm; rms_norm: torch's F.rms_norm; liger: Liger's, where it is installed."""
     hidden: str = "1024,2048,4096,8192"
     """Widths."""
     rows: str = "32768"
@@ -72,7 +75,14 @@ def norm_function(name: str, hidden: int, gain: nn.Parameter, bias: nn.Parameter
         return lambda x: nn.functional.layer_norm(x, (hidden,), gain, bias, 1e-5)
     if name == "rms_norm":
         return lambda x: nn.functional.rms_norm(x, (hidden,), gain, 1e-5)
-    norm = RMSNorm(hidden)
+    if name == "liger":
+        try:
+            from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # pyrefly: ignore[missing-import]
+        except ImportError:
+            raise UserError("liger-kernel is not installed; `pip install liger-kernel`, or leave liger out") from None
+        # In place it would write dx over dy, which a second backward pass needs.
+        return lambda x: LigerRMSNormFunction.apply(x, gain, 1e-5, 0.0, "llama", False)
+    norm = RMSNorm(hidden, kernels="triton" if name == "kernel" else "reference")
     norm.weight = gain
     return torch.compile(norm, dynamic=False) if name == "compiled" else norm
 

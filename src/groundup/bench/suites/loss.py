@@ -1,0 +1,138 @@
+"""Output head and cross entropy, forward and backward: time, and memory beyond both gradients.
+
+Three products of N · V · d are the floor (6·N·V·d FLOPs); the eager form also holds all N · V logits three times over.
+Gradients of the inputs and of the head are part of the result, so their memory is not counted.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, at_least, numbers, words
+from groundup.bench.cells import Parameters
+from groundup.bench.harness import summary, time_steps
+from groundup.bench.sweep import resolve_device
+from groundup.errors import UserError
+from groundup.kernels import linear_cross_entropy
+from groundup.model.loss import cross_entropy
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+IMPLEMENTATIONS = ("eager", "compiled", "chunked", "kernel", "liger")
+
+
+@dataclass(frozen=True)
+class Options(SweepOptions):
+    """Output head and cross entropy, forward and backward: time, and memory beyond both gradients.
+
+    Lists are separated by commas; every combination is one cell.
+    """
+
+    implementation: str = "eager,compiled,chunked"
+    """eager: this package's reference with full logits; compiled: the same under torch.compile; chunked, kernel:
+    kernels.linear_cross_entropy in PyTorch, in Triton; liger: Liger's, where it is installed."""
+    tokens: str = "16384"
+    """Rows N."""
+    vocab: str = "50304"
+    """Vocabulary sizes V."""
+    hidden: str = "768"
+    """Widths d."""
+    precision: str = "bf16"
+    """Dtype of inputs and head: fp32 (TF32 off), bf16."""
+    warmup: int = 3
+    """Untimed passes before the timed ones."""
+    steps: int = 20
+    """Timed passes."""
+
+
+def cells(options: Options) -> list[Parameters]:
+    """Every combination, the implementations of one shape next to each other."""
+    at_least(options.warmup, "--warmup", 1)
+    at_least(options.steps, "--steps", 1)
+    device = resolve_device(options.device)
+    return [
+        {
+            "implementation": implementation,
+            "precision": precision,
+            "tokens": tokens,
+            "vocab_size": vocab,
+            "hidden": hidden,
+            "warmup": options.warmup,
+            "steps": options.steps,
+            "seed": options.seed,
+            "device": device,
+        }
+        for precision in words(options.precision, "--precision", tuple(DTYPES))
+        for tokens in numbers(options.tokens, "--tokens")
+        for vocab in numbers(options.vocab, "--vocab")
+        for hidden in numbers(options.hidden, "--hidden")
+        for implementation in words(options.implementation, "--implementation", IMPLEMENTATIONS)
+    ]
+
+
+def loss_function(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """(x, weight, targets) → mean cross entropy of x Wᵀ."""
+
+    def eager(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(x @ weight.T, targets)
+
+    if name == "liger":
+        try:
+            from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # pyrefly: ignore[missing-import]
+        except ImportError:
+            raise UserError("liger-kernel is not installed; `pip install liger-kernel`, or leave liger out") from None
+        fused = LigerFusedLinearCrossEntropyLoss()
+        return lambda x, weight, targets: fused(weight, x, targets)
+    if name in ("chunked", "kernel"):
+        return partial(linear_cross_entropy, backend="torch" if name == "chunked" else "triton")
+    return torch.compile(eager, dynamic=False) if name == "compiled" else eager
+
+
+def run(parameters: Parameters) -> Measurement:
+    """Time, rate and memory of one shape and implementation."""
+    device = torch.device(str(parameters["device"]))
+    torch.set_float32_matmul_precision("highest")
+    dtype = DTYPES[str(parameters["precision"])]
+    tokens, vocab, hidden = (int(parameters[name]) for name in ("tokens", "vocab_size", "hidden"))
+    x = torch.randn(tokens, hidden, device=device, dtype=dtype, requires_grad=True)
+    weight = (torch.randn(vocab, hidden, device=device) / hidden**0.5).to(dtype).requires_grad_()
+    targets = torch.randint(vocab, (tokens,), device=device)
+    loss_of = loss_function(str(parameters["implementation"]))
+    on_cuda = device.type == "cuda"
+    held = torch.cuda.memory_allocated(device) if on_cuda else 0
+
+    def step(mark: Callable[[str], None]) -> None:
+        loss = loss_of(x, weight, targets)
+        mark("forward")
+        torch.autograd.grad(loss, (x, weight))
+        mark("backward")
+
+    timing = time_steps(step, int(parameters["warmup"]), int(parameters["steps"]), device)
+    metrics: dict[str, Any] = {f"time.{name}": summary(samples) for name, samples in timing.phases.items()}
+    metrics["flops.rate"] = 6 * tokens * vocab * hidden / metrics["time.total"]["median"] / 1e9
+    beyond = torch.cuda.max_memory_allocated(device) - held - x.nbytes - weight.nbytes if on_cuda else None
+    metrics["memory.beyond_gradients"] = beyond
+    stamp = {"dtype": str(dtype).removeprefix("torch."), "grad_mode": "grad", "step": "steady"}
+    stamp |= {"method": timing.method, "clocks": timing.clocks}
+    return Measurement(metrics, stamp, {} if on_cuda else {"memory": "the allocator is not measured on the CPU: null"})
+
+
+BENCHMARK = Benchmark(
+    module=__name__,
+    options=Options,
+    cells=cells,
+    run=run,
+    group=lambda parameters: parameters["precision"],
+    columns=(
+        Column("forward, ms", "time.forward", "ms"),
+        Column("backward, ms", "time.backward", "ms"),
+        Column("total, ms", "time.total", "ms"),
+        Column("TFLOP/s", "flops.rate"),
+        Column("beyond both gradients, GiB", "memory.beyond_gradients", "GiB"),
+    ),
+    plot_x="tokens",
+    plot_y="time.total",
+)
