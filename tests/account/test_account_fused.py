@@ -69,7 +69,14 @@ def test_saved_tensors_are_the_operators(
 
 def test_the_loss_takes_its_chunks_as_the_kernel_does() -> None:
     theirs = import_module("groundup.kernels.linear_cross_entropy").chunk_rows
-    for shape in ((16384, 50304, 768, 2), (16384, 128256, 2048, 2), (300, 97, 16, 4), (1000, 2_000_000, 64, 2)):
+    for shape in (
+        (16384, 50304, 768, 2),
+        (32768, 50304, 768, 2),
+        (1 << 17, 128256, 4096, 2),
+        (16384, 128256, 2048, 2),
+        (300, 97, 16, 4),
+        (1000, 2_000_000, 64, 2),
+    ):
         assert fused.chunk_rows(*shape) == theirs(*shape)
 
 
@@ -78,13 +85,13 @@ def test_kernels_need_less_memory_and_the_loss_never_all_logits() -> None:
     config = size("gpt2-124m").resolve()
     step = Setting(16, precision="bf16-mixed", mode="forward-backward")
     plain, loss, all_kernels = (
-        memory(config, replace(step, attention=attention, kernels=kernels))
+        memory(config, trace(config, replace(step, attention=attention, kernels=kernels)))
         for attention, kernels in (("flash", "reference"), ("flash", "loss"), ("flash", "triton"))
     )
     logits = 16 * 1024 * 50_257 * 4
     assert plain["peak_backward"] - loss["peak_forward"] > logits
     assert loss["activations"] > 1.3 * all_kernels["activations"]
-    assert memory(config, step)["activations"] > plain["activations"]
+    assert memory(config, trace(config, step))["activations"] > plain["activations"]
 
 
 def test_the_setting_follows_the_configuration() -> None:

@@ -240,11 +240,11 @@ def test_optimizer_lines_are_the_optimizers(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_stays_is_sixteen_bytes_a_parameter() -> None:
     config = tiny()
-    table, count = memory(config, Setting(2)), parameters(config)["total"]
+    table, count = memory(config, trace(config, Setting(2))), parameters(config)["total"]
     assert (table["parameters"], table["gradients"], table["optimizer"]) == (4 * count, 4 * count, 8 * count)
-    half = memory(config, Setting(2, precision="bf16-pure"))
+    half = memory(config, trace(config, Setting(2, precision="bf16-pure")))
     assert (half["parameters"], half["gradients"], half["optimizer"]) == (2 * count, 2 * count, 4 * count)
-    forward = memory(config, Setting(2, mode="forward"))
+    forward = memory(config, trace(config, Setting(2, mode="forward")))
     assert (forward["gradients"], forward["optimizer"], forward["activations"]) == (0, 0, 0)
 
 
@@ -270,7 +270,7 @@ def test_flash_attention_keeps_no_scores() -> None:
     scores = 2 * 4 * 64 * 64 * 4
     kept = sum(t.bytes for t in reference.saved) - sum(t.bytes for t in flash.saved)
     assert kept > config.n_layers * 1.5 * scores
-    assert memory(config, Setting(2, attention="flash"))["activations.scores"] == 0
+    assert memory(config, trace(config, Setting(2, attention="flash")))["activations.scores"] == 0
 
 
 def test_kv_cache_by_hand() -> None:

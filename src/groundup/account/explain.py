@@ -7,7 +7,7 @@ from groundup.account.device import EVEN, FOREACH, UNEVEN, Costs, kernel_ms
 from groundup.account.flops import convention_per_token, matrix_products
 from groundup.account.hardware import Gpu
 from groundup.account.memory import Setting, Step
-from groundup.account.params import parameters
+from groundup.account.params import parameters, ungated
 from groundup.account.tape import ITEMSIZE
 from groundup.account.throughput import phase_times
 from groundup.config import ModelConfig
@@ -46,10 +46,10 @@ def explain_params(config: ModelConfig) -> list[Line]:
         ("total", "sum of the above", " + ".join(f"{p[k]}" for k in ("embeddings", "norms", "head")) + " + matrices"),
     ]
     lines = [Line(f"parameters.{k}", formula, numbers, f"{p[k]:,}", "definition") for k, formula, numbers in rows]
-    ungated = parameters(config, gated=False)["total"]
+    two = parameters(ungated(config))["total"]
     source = "GPT-2's feed-forward (Radford et al. 2019) at the same d_ff"
     lines.append(
-        Line("parameters.ungated.total", "total - L·d·d_ff", f"{p['total']} - {L}·{d}·{f}", f"{ungated:,}", source)
+        Line("parameters.ungated.total", "total - L·d·d_ff", f"{p['total']} - {L}·{d}·{f}", f"{two:,}", source)
     )
     return lines
 

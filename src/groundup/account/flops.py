@@ -10,9 +10,9 @@ As the convention of MFU has it (Chowdhery et al. 2022, PaLM, appendix B): 6·N 
 and without the causal saving, so that numbers of different kernels compare.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from groundup.account.params import parameters
+from groundup.account.params import parameters, ungated
 from groundup.config import ModelConfig
 
 
@@ -43,25 +43,18 @@ class MatrixProduct:
     def backward_flops(self) -> int:
         return int(self.forward_flops * self.backward_factor)
 
-    def backward_products(self) -> "tuple[MatrixProduct, MatrixProduct]":
-        """The gradients of the left operand (m, n)·(n, k) and of the right one (k, m)·(m, n)."""
-        left = replace(self, name=f"{self.name}.d_left", k=self.n, n=self.k)
-        return left, replace(self, name=f"{self.name}.d_right", m=self.k, k=self.m)
-
 
 def matrix_products(
     config: ModelConfig,
     batch: int,
     context: int,
     attention: str = "reference",
-    gated: bool | None = None,
     kernels: str = "reference",
 ) -> list[MatrixProduct]:
     """Every product of one forward pass, in the model's order; `config` is resolved.
 
     With kernels other than the reference the loss makes its gradients in the forward pass, the head's among them.
     """
-    gated = config.gated if gated is None else gated
     d, layers, heads, d_head = config.d_model, config.n_layers, config.n_heads, config.d_head
     rows = batch * context
     skips = {"executed": 0.5, "backward_factor": 2.5} if attention == "flash" else {}
@@ -77,7 +70,7 @@ def matrix_products(
         MatrixProduct("ffn.w2", layers, 1, rows, config.d_ff, d, "ffn"),
         MatrixProduct("head", 1, 1, rows, d, config.vocab_size, "head", **in_forward),
     ]
-    return products if gated else [p for p in products if p.name != "ffn.w3"]
+    return products if config.gated else [p for p in products if p.name != "ffn.w3"]
 
 
 def flops(
@@ -86,7 +79,6 @@ def flops(
     context: int,
     attention: str = "reference",
     checkpoint_every: int = 0,
-    gated: bool | None = None,
     kernels: str = "reference",
 ) -> dict[str, float]:
     """FLOP of one step and their shares.
@@ -95,7 +87,7 @@ def flops(
     piece), total (executed), {projections,scores,ffn,head} and share.… of forward, convention (6·N + 12·L·d·T a
     token, times the tokens), per_token, ungated.forward.
     """
-    products = matrix_products(config, batch, context, attention, gated, kernels)
+    products = matrix_products(config, batch, context, attention, kernels)
     table: dict[str, float] = {
         "forward": sum(p.forward_flops for p in products),
         "backward": sum(p.backward_flops for p in products),
@@ -106,10 +98,10 @@ def flops(
         table[part] = sum(p.forward_flops for p in products if p.part == part)
         table[f"share.{part}"] = table[part] / table["forward"]
     tokens = batch * context
-    table["convention"] = tokens * convention_per_token(config, context, gated)
+    table["convention"] = tokens * convention_per_token(config, context)
     table["per_token"] = table["total"] / tokens
-    ungated = matrix_products(config, batch, context, attention, False, kernels)
-    table["ungated.forward"] = sum(p.forward_flops for p in ungated)
+    without_gate = matrix_products(ungated(config), batch, context, attention, kernels)
+    table["ungated.forward"] = sum(p.forward_flops for p in without_gate)
     return table
 
 
@@ -126,7 +118,6 @@ def recompute_flops(config: ModelConfig, products: list[MatrixProduct], every: i
     return again - sum(p.forward_flops // p.count * pieces for p in products if p.name == "ffn.w2")
 
 
-def convention_per_token(config: ModelConfig, context: int, gated: bool | None = None) -> int:
+def convention_per_token(config: ModelConfig, context: int) -> int:
     """6·N + 12·L·d·T FLOP a trained token: N the parameters that multiply every token (no embedding, no gains)."""
-    matrix = parameters(config, gated)["matrix"]
-    return 6 * matrix + 12 * config.n_layers * config.n_heads * config.d_head * context
+    return 6 * parameters(config)["matrix"] + 12 * config.n_layers * config.n_heads * config.d_head * context

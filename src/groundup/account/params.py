@@ -6,6 +6,8 @@ only), head V·d (0 when tied). The ungated figures answer a
 question about the literature: GPT-2's published sizes have no gate, and both counts circulate under one name.
 """
 
+from dataclasses import replace
+
 from groundup.config import ModelConfig
 
 
@@ -15,15 +17,18 @@ def norm_gains(config: ModelConfig) -> tuple[int, int]:
     return config.n_layers * block, config.d_model * (config.norm == "pre")
 
 
-def parameters(config: ModelConfig, gated: bool | None = None) -> dict[str, int]:
+def ungated(config: ModelConfig) -> ModelConfig:
+    """The same shape with a feed-forward of two matrices at the same d_ff; `config` is resolved."""
+    return replace(config, ffn="silu")
+
+
+def parameters(config: ModelConfig) -> dict[str, int]:
     """Number of parameters by component; `config` is resolved.
 
     Keys: embeddings, attention.{q,k,v,output}, ffn, norms, head, layer (one block), tied (the parameters that tying
     saves), non_embedding (total − embeddings − head, what scaling laws count), matrix (those that multiply every
-    token: N of 6·N·D), total. `gated`: whether the feed-forward counts three matrices or two at the same d_ff; None: as
-    the configuration says.
+    token: N of 6·N·D), total.
     """
-    gated = config.gated if gated is None else gated
     inner, final = norm_gains(config)
     d, layers = config.d_model, config.n_layers
     d_q, d_kv = config.n_heads * config.d_head, config.n_kv_heads * config.d_head
@@ -33,7 +38,7 @@ def parameters(config: ModelConfig, gated: bool | None = None) -> dict[str, int]
         "attention.k": layers * d * d_kv,
         "attention.v": layers * d * d_kv,
         "attention.output": layers * d_q * d,
-        "ffn": layers * (3 if gated else 2) * d * config.d_ff,
+        "ffn": layers * (3 if config.gated else 2) * d * config.d_ff,
         "norms": inner + final,
         "head": 0 if config.tie_embeddings else config.vocab_size * d,
     }

@@ -107,7 +107,7 @@ def _feed_forward(model: Model, name: str, x: Tensor) -> Tensor:
 
 
 def _hidden(model: Model, name: str, x: Tensor) -> Tensor:
-    gated, w1 = model.config.ffn == "swiglu", model[f"{name}.w1.weight"]
+    gated, w1 = model.config.gated, model[f"{name}.w1.weight"]
     if gated and model.how.kernels == "triton" and x.tape.records(x, w1):
         return fused.swiglu(products.linear(x, ops.cat_rows([w1, model[f"{name}.w3.weight"]]), "w13"))
     up = products.linear(x, w1, "w1")

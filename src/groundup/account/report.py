@@ -14,8 +14,8 @@ from groundup.account.explain import (
 )
 from groundup.account.flops import flops, matrix_products
 from groundup.account.hardware import Gpu
-from groundup.account.memory import Setting, Step, table_of, trace
-from groundup.account.params import parameters
+from groundup.account.memory import Setting, Step, memory, trace
+from groundup.account.params import parameters, ungated
 from groundup.account.throughput import max_batch, throughput
 from groundup.config import ModelConfig
 
@@ -94,15 +94,12 @@ def _conditions(setting: Setting) -> str:
 
 def params_report(config: ModelConfig) -> Report:
     """Parameters by component, gated and ungated."""
-    gated, ungated = parameters(config), parameters(config, gated=False)
+    table, two = parameters(config), parameters(ungated(config))
     parts = ("embeddings", "attention.q", "attention.k", "attention.v", "attention.output", "ffn", "norms", "head")
-    rows = [(k, f"{gated[k]:,}", _percent(gated[k] / gated["total"]), f"{ungated[k]:,}") for k in parts]
-    rows += [
-        (k, f"{gated[k]:,}", _percent(gated[k] / gated["total"]), f"{ungated[k]:,}")
-        for k in ("total", "non_embedding", "layer", "tied")
-    ]
+    listed = (*parts, "total", "non_embedding", "layer", "tied")
+    rows = [(k, f"{table[k]:,}", _percent(table[k] / table["total"]), f"{two[k]:,}") for k in listed]
     headers = ("component", "parameters", "share", "with an ungated ffn")
-    values = _prefixed("parameters", gated) | {"parameters.ungated.total": ungated["total"]}
+    values = _prefixed("parameters", table) | {"parameters.ungated.total": two["total"]}
     return Report(
         _document("params", config, values),
         [Table(f"Parameters: {_shape_of(config)}", headers, rows)],
@@ -140,7 +137,7 @@ def flops_report(config: ModelConfig, setting: Setting) -> Report:
     listed = [asdict(p) | {"forward_flops": p.forward_flops, "backward_flops": p.backward_flops} for p in products]
     title = f"Matrix products: {_shape_of(config)}; {_conditions(setting)}\nFLOP: a multiply-add (MAC) is two."
     return Report(
-        _document("flops", config, values, setting=_setting(setting), products=listed),
+        _document("flops", config, values, setting=asdict(setting), products=listed),
         [Table(title, headers, rows), Table("Totals of one step", ("figure", "counted as", "GFLOP"), totals)],
         explain_flops(config, setting),
     )
@@ -153,7 +150,7 @@ def memory_report(config: ModelConfig, setting: Setting) -> Report:
     """What a step holds, what autograd keeps, where the peak is."""
     setting = setting.checked(config)
     step = trace(config, setting)
-    table = table_of(config, step)
+    table = memory(config, step)
     named = {
         "parameters": "weights",
         "gradients": "after backward",
@@ -177,23 +174,20 @@ def memory_report(config: ModelConfig, setting: Setting) -> Report:
     }
     rows = [(f"memory.{k}", *_both(table[k]), text) for k, text in named.items() if k in table]
     title = f"Memory: {_shape_of(config)}; {_conditions(setting)}\nGiB is 2**30 bytes, GB is 10**9."
+    shown = ("end", "peak", "at_peak", "peak_tensor")
+    phases = {name: {key: getattr(phase, key) for key in shown} for name, phase in step.phases.items()}
     document = _document(
         "memory",
         config,
         {"parameters.total": parameters(config)["total"]} | _prefixed("memory", table),
-        setting=_setting(setting),
+        setting=asdict(setting),
         saved=[asdict(t) for t in step.saved],
-        phases={n: _phase(step, n) for n in step.phases},
+        phases=phases,
     )
     tables = [Table(title, ("figure", "GiB", "GB", "what it is"), rows)]
     if step.saved:
         tables += [_layers_table(config, step), _saved_table(step)]
     return Report(document, tables, explain_memory(config, step, table))
-
-
-def _phase(step: Step, name: str) -> dict[str, Any]:
-    p = step.phases[name]
-    return {"end": p.end, "peak": p.peak, "at_peak": p.at_peak, "peak_tensor": p.peak_tensor}
 
 
 def _layers_table(config: ModelConfig, step: Step) -> Table:
@@ -271,16 +265,12 @@ def throughput_report(
         f"Step time on {gpu.name}: {_shape_of(config)}; {_conditions(setting)}\nPeaks: {gpu.source}; milliseconds\n"
         f"time = products + others + waiting for the host, which takes {costs.launch_us:g} µs for an operation"
     )
-    more = {"gpu": asdict(gpu), **asdict(costs), "setting": _setting(setting)}
+    more = {"gpu": asdict(gpu), **asdict(costs), "setting": asdict(setting)}
     return Report(
         _document("throughput", config, values, **more),
         [Table(title, headers, rows), Table("In all", ("figure", "value"), figures)],
         explain_throughput(step, gpu, costs, table),
     )
-
-
-def _setting(setting: Setting) -> dict[str, Any]:
-    return asdict(setting)
 
 
 def _both(nbytes: int) -> Iterable[str]:

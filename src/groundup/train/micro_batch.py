@@ -19,7 +19,7 @@ import psutil
 import torch
 
 from groundup.account import parameters
-from groundup.account.memory import Setting, table_of, trace
+from groundup.account.memory import Setting, memory, trace
 from groundup.config import RunConfig
 from groundup.errors import UserError
 from groundup.model import TransformerLM
@@ -101,11 +101,11 @@ def predicted_bytes(config: RunConfig, size: int, device: torch.device) -> int:
     model = config.model.resolve()
     if device.type == "cuda":
         setting = Setting.on_gpu(model, batch=size, precision=precision)
-        table = table_of(model, trace(model, setting.checked(model)))
+        table = memory(model, trace(model, setting))
         peak = table["reserved"]
     else:
         setting = Setting(size, precision=precision, checkpoint_every=model.checkpoint_activations)
-        table = table_of(model, trace(model, setting.checked(model), plain=True))
+        table = memory(model, trace(model, setting, plain=True))
         peak = max(table["peak"], table["peak_first_step"])
     if precision == "bf16-pure" and config.optim.master_weights:
         peak += 8 * parameters(model)["total"]  # float32 weight and moments instead of bf16 moments
