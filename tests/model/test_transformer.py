@@ -137,3 +137,15 @@ def test_bf16_autocast_stays_close_to_float32(ids: torch.Tensor):
         half = model(ids, ids.roll(-1, 1))
     assert half.dtype == torch.float32
     assert abs(half.item() - exact) < 0.05
+
+
+@pytest.mark.parametrize(("kind", "residual"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)])
+def test_the_residual_stream_under_autocast(kind: torch.dtype, residual: torch.dtype):
+    """bf16 throughout; float16's range does not hold the sums, so it stays float32 there."""
+    model = TransformerLM(replace(SMALL, attention="reference"))
+    seen = []
+    for block in model.layers:
+        block.register_forward_hook(lambda _, inputs, output: seen.extend([inputs[0].dtype, output.dtype]))
+    with torch.autocast("cpu", kind):
+        model(torch.zeros(1, 4, dtype=torch.int64))
+    assert set(seen) == {residual}

@@ -7,7 +7,7 @@ gradients. The few rows of padding that some vocabularies get are left out.
 
 from math import prod
 
-from groundup.account.ops import attach, cast, record, result, view
+from groundup.account.ops import attach, cast, keep, record, result, view
 from groundup.account.products import lowered, product
 from groundup.account.tape import ITEMSIZE, Tensor
 
@@ -20,7 +20,7 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     tape = x.tape
     out, factor = tape.empty(x.shape, x.dtype, "norm"), tape.empty((prod(x.shape[:-1]),), "fp32", "rstd")
     tape.launch("norm", (x, weight, out, factor))
-    kept = [tape.save(t, "norm") for t in (x, weight, factor)] if tape.records(x, weight) else []
+    kept = keep("norm", [x, weight], x, weight, factor)
 
     def backward(grad: Tensor) -> list[Tensor]:
         x, weight, factor = (t.get() for t in kept)
@@ -34,11 +34,10 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 def swiglu(gate_up: Tensor) -> Tensor:
     """Keeps its input, which is both halves."""
     tape = gate_up.tape
-    kept = tape.save(gate_up, "swiglu") if tape.records(gate_up) else None
+    kept = keep("swiglu", [gate_up], gate_up)
 
     def backward(grad: Tensor) -> list[Tensor]:
-        assert kept is not None
-        gate_up = kept.get()
+        gate_up = kept[0].get()
         d_gate_up = tape.empty(gate_up.shape, gate_up.dtype, "swiglu.d")
         tape.launch("swiglu_backward", (grad, gate_up, d_gate_up))
         return [d_gate_up]
@@ -73,7 +72,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out = tape.empty(q.shape, q.dtype, "flash")
     logsumexp = tape.empty(q.shape[:-1], "fp32", "logsumexp")
     tape.launch("flash", (q, k, v, out, logsumexp), 2 * prod(sizes), sizes)
-    kept = [tape.save(t, "flash") for t in (q, k, v, out, logsumexp)] if tape.records(q, k, v) else []
+    kept = keep("flash", [q, k, v], q, k, v, out, logsumexp)
 
     def backward(grad: Tensor) -> list[Tensor]:
         q, k, v, out, logsumexp = (t.get() for t in kept)
@@ -99,7 +98,7 @@ def rotary_attention(qkv: Tensor, n_heads: int, turned: bool) -> Tensor:
     out = tape.empty(shape, qkv.dtype, "flash")
     logsumexp = tape.empty((batch, n_heads, seq), "fp32", "logsumexp")
     tape.launch("flash", (seen, out, logsumexp), 2 * prod(sizes), sizes)
-    kept = [tape.save(t, "flash") for t in (seen, out, logsumexp)] if tape.records(qkv) else []
+    kept = keep("flash", [qkv], seen, out, logsumexp)
 
     def backward(grad: Tensor) -> list[Tensor]:
         seen, out, logsumexp = (t.get() for t in kept)

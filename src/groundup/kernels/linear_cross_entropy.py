@@ -63,10 +63,10 @@ def chunk_rows(n_tokens: int, vocab: int, width: int, item: int) -> int:
     """Tokens in a chunk: a multiple of 128 whose logits fit the budget.
 
     Each chunk reads and writes dW once, so the budget is at least 3/16 of dW in float32 and a sixteenth of all logits,
-    an eighth from 32,768 tokens on, beside whose activations that is little.
+    an eighth from 32,768 tokens on, beside whose activations that is little; but no more than 1 GiB of them.
     """
-    share = 8 if n_tokens >= 1 << 15 else 16
-    budget = max(CHUNK_BYTES, vocab * width * 4 * 3 // 16, n_tokens * vocab * item // share)
+    share = n_tokens * vocab * item // (8 if n_tokens >= 1 << 15 else 16)
+    budget = max(CHUNK_BYTES, vocab * width * 4 * 3 // 16, min(share, 1 << 30))
     return min(n_tokens, max(128, budget // (vocab * item) // 128 * 128))
 
 
