@@ -249,13 +249,18 @@ def test_kernels_on_the_gpu(attention: str, kernels: str, changes: dict[str, Any
     model = make(torch.float32, **shape, attention=attention, kernels=kernels).cuda()
     plain = make(torch.float32, **shape, attention="reference", kernels="reference").cuda()
     with torch.autocast("cuda", torch.bfloat16):
-        ours, gradients = loss_and_gradients(model, ids)
-        theirs, expected = loss_and_gradients(plain, ids)
-    torch.testing.assert_close(ours, theirs, rtol=5e-3, atol=0)
-    for got, want in zip(gradients, expected, strict=True):
+        expected = loss_and_gradients(plain, ids)
+        assert_about(loss_and_gradients(model, ids), expected)
+        if attention == "flash-triton":
+            return  # compiled, this is the graph of "auto" around another operator, and a compilation takes seconds
+        # Compiled, both leave the norms to the compiler. "auto" takes kernels for SwiGLU and, without QK-norm, for
+        # projection, RoPE and attention in one; "loss" for attention and the loss alone.
+        torch._dynamo.reset()
+        assert_about(loss_and_gradients(torch.compile(model, fullgraph=True), ids), expected)
+
+
+def assert_about(ours: tuple[torch.Tensor, list[torch.Tensor]], theirs: tuple[torch.Tensor, list[torch.Tensor]]):
+    """Equal losses and gradients, as far as two computations in bf16 can be."""
+    torch.testing.assert_close(ours[0], theirs[0], rtol=5e-3, atol=0)
+    for got, want in zip(ours[1], theirs[1], strict=True):
         assert (got - want).norm() < 0.05 * want.norm()
-    if kernels != "auto":
-        return  # compiled, auto is the same as loss, and a compilation takes seconds
-    compiled, again = loss_and_gradients(torch.compile(model, fullgraph=True), ids)
-    assert compiled.isfinite()
-    assert all(g.isfinite().all() for g in again)
