@@ -8,7 +8,7 @@ torch makes the gradient of the second one first.
 
 from collections.abc import Sequence
 
-from groundup.account.tape import Backward, DType, Node, Shape, Tensor
+from groundup.account.tape import Backward, DType, Node, Saved, Shape, Tensor
 
 
 def result(name: str, shape: Shape, dtype: DType, *inputs: Tensor) -> Tensor:
@@ -27,6 +27,12 @@ def attach(out: Tensor, node: Node | None, slot: int = 0) -> Tensor:
 def record(name: str, inputs: Sequence[Tensor], backward: Backward, outputs: int = 1) -> Node | None:
     """A node when gradients are wanted."""
     return Node(name, inputs, outputs, backward) if inputs[0].tape.records(*inputs) else None
+
+
+def keep(name: str, inputs: Sequence[Tensor], *tensors: Tensor) -> list[Saved]:
+    """The tensors, kept for backward where gradients are wanted; else nothing."""
+    tape = inputs[0].tape
+    return [tape.save(t, name) for t in tensors] if tape.records(*inputs) else []
 
 
 def promoted(a: Tensor, b: Tensor) -> DType:
@@ -221,12 +227,10 @@ def _divisor_gradient(grad: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 def square(x: Tensor) -> Tensor:
     """Keeps x; backward is torch's general power: grad · (2 · x¹)."""
-    tape = x.tape
-    kept = tape.save(x, "square") if tape.records(x) else None
+    kept = keep("square", [x], x)
 
     def backward(grad: Tensor) -> list[Tensor]:
-        assert kept is not None
-        power = result("pow", grad.shape, grad.dtype, kept.get())
+        power = result("pow", grad.shape, grad.dtype, kept[0].get())
         doubled = result("mul", grad.shape, grad.dtype, power)
         return [_times(grad, doubled)]
 
@@ -266,21 +270,16 @@ def rsqrt(x: Tensor) -> Tensor:
 
 def _keeps_result(name: str, x: Tensor, formula) -> Tensor:
     out = result(name, x.shape, x.dtype, x)
-    tape = x.tape
-    if not tape.records(x):
-        return out
-    kept = tape.save(out, name)
-    return attach(out, record(name, [x], lambda grad: [formula(grad, kept.get())]))
+    kept = keep(name, [x], out)
+    return attach(out, record(name, [x], lambda grad: [formula(grad, kept[0].get())]))
 
 
 def clamp_min(x: Tensor) -> Tensor:
     """Keeps x; backward lets the gradient through where x was above the bound."""
-    tape = x.tape
-    kept = tape.save(x, "clamp") if tape.records(x) else None
+    kept = keep("clamp", [x], x)
 
     def backward(grad: Tensor) -> list[Tensor]:
-        assert kept is not None
-        above = result("ge", grad.shape, "bool", kept.get())
+        above = result("ge", grad.shape, "bool", kept[0].get())
         return [result("where", grad.shape, grad.dtype, above, grad)]
 
     return attach(result("clamp", x.shape, x.dtype, x), record("clamp", [x], backward))
@@ -288,12 +287,10 @@ def clamp_min(x: Tensor) -> Tensor:
 
 def masked_fill(x: Tensor, mask: Tensor) -> Tensor:
     """Keeps the mask."""
-    tape = x.tape
-    kept = tape.save(mask, "masked_fill") if tape.records(x) else None
+    kept = keep("masked_fill", [x], mask)
 
     def backward(grad: Tensor) -> list[Tensor]:
-        assert kept is not None
-        return [result("masked_fill", grad.shape, grad.dtype, grad, kept.get())]
+        return [result("masked_fill", grad.shape, grad.dtype, grad, kept[0].get())]
 
     return attach(result("masked_fill", x.shape, x.dtype, x), record("masked_fill", [x], backward))
 
@@ -336,19 +333,16 @@ def mean_last(x: Tensor) -> Tensor:
 
 def logsumexp(x: Tensor) -> Tensor:
     """log Σ exp over the last dimension; keeps x and the result, with full-size temporaries both ways."""
-    tape = x.tape
-    kept = tape.save(x, "logsumexp") if tape.records(x) else None
+    kept = keep("logsumexp", [x], x)
     top = amax(x)
     shifted = _exp_of_difference(x, top)
     out = result("sum", x.shape[:-1], x.dtype, shifted)
     del shifted
-    kept_out = tape.save(out, "logsumexp") if kept else None
+    kept += keep("logsumexp", [x], out)
 
     def backward(grad: Tensor) -> list[Tensor]:
-        assert kept is not None
-        assert kept_out is not None
-        logits = kept.get()
-        difference = result("sub", logits.shape, logits.dtype, logits, kept_out.get())
+        logits = kept[0].get()
+        difference = result("sub", logits.shape, logits.dtype, logits, kept[1].get())
         weight = result("exp", logits.shape, logits.dtype, difference)
         return [_times(viewed(grad, (*grad.shape, 1)), weight)]
 
@@ -368,11 +362,10 @@ def _exp_of_difference(x: Tensor, top: Tensor) -> Tensor:
 def embedding(weight: Tensor, ids: Tensor) -> Tensor:
     """Rows of a table; keeps the ids; the gradient is a zero table that rows are added to."""
     tape = weight.tape
-    kept = tape.save(ids, "index") if tape.records(weight) else None
+    kept = keep("index", [weight], ids)
 
     def backward(grad: Tensor) -> list[Tensor]:
-        assert kept is not None
-        table = result("zeros", shape, grad.dtype, kept.get())
+        table = result("zeros", shape, grad.dtype, kept[0].get())
         tape.launch("index_put", (grad, grad, grad))
         return [table]
 
@@ -385,10 +378,9 @@ def embedding(weight: Tensor, ids: Tensor) -> Tensor:
 def gather(x: Tensor, index: Tensor) -> Tensor:
     """One element of the last dimension by index; keeps x (for its shape) and the index."""
     tape = x.tape
-    kept = (tape.save(x, "gather"), tape.save(index, "gather")) if tape.records(x) else None
+    kept = keep("gather", [x], x, index)
 
     def backward(grad: Tensor) -> list[Tensor]:
-        assert kept is not None
         like = kept[0].get()
         out = tape.empty(like.shape, grad.dtype, "gather_backward")
         tape.launch("zeros", (out,))

@@ -2,7 +2,7 @@
 
 from math import prod
 
-from groundup.account.ops import attach, cast, record, view, viewed
+from groundup.account.ops import attach, cast, keep, record, view, viewed
 from groundup.account.tape import Shape, Tensor
 
 
@@ -23,13 +23,10 @@ def product(name: str, a: Tensor, b: Tensor, shape: Shape, sizes: tuple[int, int
 def linear(x: Tensor, weight: Tensor, name: str = "linear") -> Tensor:
     """x Wᵀ over the last dimension; keeps x and W as multiplied (under autocast: their bf16 copies)."""
     x, weight = lowered(x), lowered(view(weight, weight.shape))  # Wᵀ: a view, and so is its gradient
-    tape = x.tape
-    recorded = tape.records(x, weight)
-    kept = (tape.save(x, name), tape.save(weight, name)) if recorded else None
+    kept = keep(name, [x, weight], x, weight)
     rows, d_in, d_out = prod(x.shape[:-1]), weight.shape[1], weight.shape[0]
 
     def backward(grad: Tensor) -> list[Tensor]:
-        assert kept is not None
         x, weight = kept[0].get(), kept[1].get()
         for_weight = product(f"{name}.dw", grad, x, weight.shape, (1, d_out, rows, d_in))
         for_x = product(f"{name}.dx", grad, weight, x.shape, (1, rows, d_out, d_in))
@@ -45,13 +42,11 @@ def bmm(a: Tensor, b: Tensor, name: str, transposed: bool, gradient_copied: bool
     `gradient_copied`: the gradient arrives in an order that must be copied first.
     """
     a, b = lowered(a), lowered(b)
-    tape = a.tape
-    kept = (tape.save(a, name), tape.save(b, name)) if tape.records(a, b) else None
+    kept = keep(name, [a, b], a, b)
     batch, m, k = prod(a.shape[:-2]), a.shape[-2], a.shape[-1]
     n = b.shape[-2] if transposed else b.shape[-1]
 
     def backward(grad: Tensor) -> list[Tensor]:
-        assert kept is not None
         a, b = kept[0].get(), kept[1].get()
         for_b = product(f"{name}.db", grad, a, b.shape, (batch, k, m, n))
         return [product(f"{name}.da", grad, b, a.shape, (batch, m, n, k)), for_b]
