@@ -1,0 +1,283 @@
+"""Norms, loss, elementwise kernels and optimizers in kernels_h200.py, each checked, then beside its peers."""
+
+from kernels_timing import attempt, beside, errors, graph_ms, median_ms, note, race
+
+
+def rows():
+    import torch
+
+    n = 1 << 30
+    a, b = torch.empty(n, device="cuda", dtype=torch.int8), torch.empty(n, device="cuda", dtype=torch.int8)
+    note(case="copy 1 GiB", gbs=2 * n / median_ms(lambda: b.copy_(a)) / 1e6)
+    del a, b
+    for width in (1024, 2048, 4096, 8192):
+        attempt(f"rms {width}", rms_case, width)
+    for width in (50, 32768, 257):
+        attempt(f"rms check {width}", rms_check, width)
+
+
+def rms_check(width, n_rows=512):
+    import torch
+
+    from groundup.kernels import rms_norm
+
+    x, d_out, r = (torch.randn(n_rows, width, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    w = torch.randn(width, device="cuda")
+    found = {}
+    for backend, kind in (("triton", torch.bfloat16), ("torch", torch.float64)):
+        total = (x + r).to(kind).requires_grad_()
+        weight = w.to(torch.float32 if kind == torch.bfloat16 else kind).requires_grad_()
+        out = rms_norm(total, weight, backend=backend)
+        found[backend] = [out, *torch.autograd.grad(out, (total, weight), d_out.to(kind))]
+    worst = [errors(a, b)[2] for a, b in zip(found["triton"], found["torch"], strict=True)]
+    note(
+        case=f"rms {width}",
+        ok=worst[0] < 3e-3 and worst[1] < 4e-3 and worst[2] < 1e-5,
+        out=worst[0],
+        dx=worst[1],
+        dw=worst[2],
+    )
+
+
+def rms_case(width, n_rows=32768):
+    import torch
+    from torch.nn.functional import layer_norm
+    from torch.nn.functional import rms_norm as eager
+
+    from groundup.kernels import rms_norm
+
+    rms_check(width)
+    sets = 3
+    data = [[torch.randn(n_rows, width, device="cuda", dtype=torch.bfloat16) for _ in range(2)] for _ in range(sets)]
+    w = torch.ones(width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    copy_to = [torch.empty_like(x) for x, _ in data]
+    copy = (
+        2
+        * n_rows
+        * width
+        * 2
+        / graph_ms([lambda x=x, y=y: y.copy_(x) for (x, _), y in zip(data, copy_to, strict=True)])
+        / 1e6
+    )
+    note(case=f"copy {width}", gbs=copy)
+    del copy_to
+    torch._functorch.config.donated_buffer = False  # backward is run again and again over one graph
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, w: eager(x, (width,), w, 1e-5))
+    functions = {
+        "ours": lambda x, w: rms_norm(x, w, backend="triton"), "eager": lambda x, w: eager(x, (width,), w, 1e-5),
+        "compiled": compiled, "layernorm": lambda x, w: layer_norm(x, (width,), w),
+    }  # fmt: skip
+    for name, function in functions.items():
+        leaves = [x.detach().requires_grad_() for x, _ in data]
+        with torch.no_grad():
+            forward = graph_ms([lambda x=x, f=function: f(x, w) for x in leaves])
+        outs = beside(lambda f=function, leaves=leaves: [f(x, w) for x in leaves])
+        backward = graph_ms([
+            lambda o=o, x=x, g=g: torch.autograd.grad(o, (x, w), g, retain_graph=True)
+            for o, x, (_, g) in zip(outs, leaves, data, strict=True)
+        ])  # fmt: skip
+        size = n_rows * width * 2 / 1e6
+        note(case=f"rms {width}", what=name, fwd_gbs=2 * size / forward, bwd_gbs=3 * size / backward,
+             fwd_copy=2 * size / forward / copy, bwd_copy=3 * size / backward / copy)  # fmt: skip
+
+
+def loss():
+    attempt("loss check", loss_check)
+    for shape in ((16384, 50304, 768), (16384, 50257, 768), (16384, 128256, 2048)):
+        attempt(f"loss {shape}", loss_case, *shape)
+
+
+def loss_check():
+    import torch
+
+    from groundup.kernels import linear_cross_entropy
+
+    for vocab, z, cap in ((1000, 0.0, 0.0), (50257, 1e-4, 30.0)):
+        x, w = torch.randn(600, 256, device="cuda").bfloat16(), (torch.randn(vocab, 256, device="cuda") / 16).bfloat16()
+        t = torch.randint(0, vocab, (600,), device="cuda")
+        t[::7] = -100
+        found = {}
+        for backend, kind in (("triton", torch.bfloat16), ("torch", torch.float64)):
+            a, b = x.to(kind).requires_grad_(), w.to(kind).requires_grad_()
+            value = linear_cross_entropy(a, b, t, None, z, cap, backend)
+            found[backend] = [value, *torch.autograd.grad(value, (a, b))]
+        worst = [errors(a, b)[2] for a, b in zip(found["triton"], found["torch"], strict=True)]
+        note(
+            case=f"loss V={vocab} z={z} cap={cap}",
+            ok=worst[0] < 1e-3 and max(worst[1:]) < 1e-2,
+            loss=worst[0],
+            dx=worst[1],
+            dw=worst[2],
+        )
+
+
+def loss_case(n, vocab, width):
+    import torch
+
+    from groundup.kernels import linear_cross_entropy
+
+    x = torch.randn(n, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = (torch.randn(vocab, width, device="cuda") / width**0.5).bfloat16().requires_grad_()
+    t = torch.randint(0, vocab, (n,), device="cuda")
+    eager = lambda: torch.nn.functional.cross_entropy((x @ w.T).float(), t)  # noqa: E731
+    functions = {"ours": lambda: linear_cross_entropy(x, w, t), "eager": eager, "compiled": torch.compile(eager)}
+    for name, function in functions.items():
+        step = lambda f=function: torch.autograd.grad(f(), (x, w))  # noqa: E731
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        beyond = torch.cuda.max_memory_allocated() - before - 2 * (x.numel() + w.numel())
+        ms = median_ms(step, 150)
+        note(case=f"loss {n}x{vocab}x{width}", what=name, ms=ms, beyond_gib=beyond / 2**30)
+
+
+def elementwise():
+    for rows_, width in ((16384, 2048), (16384, 8192)):
+        attempt(f"swiglu {rows_}x{width}", swiglu_case, rows_, width)
+    attempt("rope", rope_case, 16, 12, 1024, 64)
+    for shape in ((2, 1000, 4, 2, 64), (1, 4096, 4, 4, 64), (1, 2304, 2, 1, 128), (1, 700, 2, 2, 80)):
+        for deterministic in (True, False):
+            attempt(f"rotary {shape}", rotary_check, *shape, deterministic)
+
+
+def swiglu_case(n_rows, width):
+    import torch
+
+    from groundup.kernels import swiglu
+
+    def leaves():
+        return [torch.randn(n_rows, 2 * width, device="cuda", dtype=torch.bfloat16, requires_grad=True)]
+
+    def plain(both):
+        gate, up = both.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
+    (a,) = leaves()
+    wide = a.detach().double().requires_grad_()
+    ours, truth = swiglu(a, backend="triton"), plain(wide)
+    flow = torch.randn_like(ours)
+    grads = torch.autograd.grad(ours, a, flow), torch.autograd.grad(truth, wide, flow.double())
+    pairs = zip([ours, *grads[0]], [truth, *grads[1]], strict=True)
+    worst = max(errors(x, y)[2] for x, y in pairs)
+    note(case=f"swiglu {n_rows}x{width}", ok=worst < 4e-3, frobenius=worst)
+    functions = {"ours": lambda x: swiglu(x, "triton"), "eager": plain, "compiled": torch.compile(plain)}
+    size = n_rows * width * 2
+    race(f"swiglu {n_rows}x{width}", functions, leaves, torch.randn_like, 3 * size, 5 * size)
+
+
+def rotary_check(batch, seq, heads, kv_heads, d, deterministic):
+    """RoPE and attention of one projection against both apart, in the same kernels' types, on odd and even lengths."""
+    import torch
+
+    from groundup.kernels import rotary_attention
+    from groundup.kernels.attention import Rule, reference
+    from groundup.kernels.elementwise import turned
+    from groundup.kernels.rotary_attention import parts
+
+    qkv = torch.randn(batch, seq, heads + 2 * kv_heads, d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    angle = torch.randn(seq, d // 2, device="cuda")
+    rotation = angle.cos(), angle.sin()
+    ours = rotary_attention(qkv, rotation, heads, deterministic=deterministic)
+    flow = torch.randn_like(ours)
+    (grad,) = torch.autograd.grad(ours, qkv, flow)
+
+    def apart(x):
+        q, k, v = parts(x, heads)
+        q, k = turned(q, *rotation), turned(k, *rotation)
+        return reference(q, k, v, Rule(True, 0, 0.0, d**-0.5), None)[0].transpose(1, 2)
+
+    wide = qkv.detach().double().requires_grad_()
+    truth, eager = apart(wide), apart(qkv)
+    (expected,), (theirs,) = torch.autograd.grad(truth, wide, flow.double()), torch.autograd.grad(eager, qkv, flow)
+    ratios = [errors(a, t)[2] / errors(e, t)[2] for a, e, t in ((ours, eager, truth), (grad, theirs, expected))]
+    name = f"rotary {batch},{seq},{heads},{kv_heads},{d} {'deterministic' if deterministic else 'fastest'}"
+    note(case=name, ok=max(ratios) < 1.25, out_over_eager=ratios[0], grad_over_eager=ratios[1])
+
+
+def rope_case(batch, heads, seq, d):
+    import torch
+
+    from groundup.kernels import rope
+    from groundup.kernels.elementwise import turned
+
+    angle = torch.randn(seq, d // 2, device="cuda")
+    cos, sin = angle.cos(), angle.sin()
+
+    def leaves():
+        shape = (batch, seq, heads, d)
+        make = lambda: torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()  # noqa: E731
+        return [make(), make()]
+
+    plain = lambda q, k: (turned(q, cos, sin), turned(k, cos, sin))  # noqa: E731
+    a = leaves()
+    worst = max(errors(x, y.double())[2] for x, y in zip(rope(*a, cos, sin, "triton"), plain(*a), strict=True))
+    note(case="rope", ok=worst < 1e-3, frobenius=worst)
+    functions = {"ours": lambda q, k: rope(q, k, cos, sin, "triton"), "compiled": torch.compile(plain)}
+    size = 4 * batch * heads * seq * d * 2
+    race("rope", functions, leaves, lambda o: [torch.randn_like(x) for x in o], size, size)
+
+
+def optimizers():
+    for size in ("gpt2-124m", "gpt2-1.5b"):
+        attempt(f"adamw {size}", adamw_case, size)
+    for shape in ((2048, 8192), (1024, 4096), (2048, 2048)):
+        attempt(f"newton-schulz {shape}", newton_schulz_case, *shape)
+
+
+def adamw_case(size):
+    import torch
+
+    from groundup.config import size as named
+    from groundup.kernels import adamw_step
+    from groundup.model import TransformerLM
+
+    with torch.device("meta"):
+        shapes = [p.shape for p in TransformerLM(named(size).resolve()).parameters()]
+    # The check: three steps of a few odd shapes against torch in float64.
+    few = [(3, 5), (4099,), (64, 70), (1,), (768,)]
+    ours = [[torch.randn(s, device="cuda") for s in few], *([torch.zeros(s, device="cuda") for s in few] for _ in "mv")]
+    copies = [torch.empty_like(p, dtype=torch.bfloat16) for p in ours[0]]
+    truth = [p.double().requires_grad_() for p in ours[0]]
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    optimizer = torch.optim.AdamW(truth, **settings)
+    for step in range(1, 4):
+        grads = [torch.randn_like(p) for p in ours[0]]
+        for p, g in zip(truth, grads, strict=True):
+            p.grad = g.double()
+        optimizer.step()
+        adamw_step(ours[0], grads, *ours[1:], step, **settings, copies=copies)
+    worst = max(errors(p, q.detach())[2] for p, q in zip(ours[0], truth, strict=True))
+    same = all(torch.equal(c, p.bfloat16()) for c, p in zip(copies, ours[0], strict=True))
+    note(case="adamw check", ok=worst < 1e-6 and same, frobenius=worst)
+
+    params = [torch.randn(s, device="cuda").requires_grad_() for s in shapes]
+    grads = [torch.randn_like(p) for p in params]
+    moments = [[torch.zeros_like(p) for p in params] for _ in "mv"]
+    total = sum(p.numel() for p in params)
+    with torch.no_grad():
+        ms = median_ms(lambda: adamw_step(params, grads, *moments, 5, **settings))
+    note(case=f"adamw {size}", what="ours", ms=ms, gbs=28 * total / ms / 1e6)
+    del moments
+    for p, g in zip(params, grads, strict=True):
+        p.grad = g
+    fused = torch.optim.AdamW(params, **settings, fused=True)
+    fused.step()
+    ms = median_ms(fused.step)
+    note(case=f"adamw {size}", what="fused", ms=ms, gbs=28 * total / ms / 1e6)
+
+
+def newton_schulz_case(rows_, columns):
+    import torch
+
+    from groundup.kernels import newton_schulz_gram
+    from groundup.optim.muon import COEFFICIENTS, newton_schulz
+
+    g = torch.randn(rows_, columns, device="cuda")
+    truth = newton_schulz(g.double(), 5)
+    half = g.bfloat16()
+    runs = {"plain bf16": lambda: newton_schulz(half, 5), "gram": lambda: newton_schulz_gram(g, 5, COEFFICIENTS)}
+    for what, run in runs.items():
+        note(case=f"newton-schulz {rows_}x{columns}", what=what, ms=median_ms(run), frobenius=errors(run(), truth)[2])
