@@ -8,7 +8,8 @@ fp16-mixed   float32              float16           float32             yes (los
 bf16-pure    bfloat16             bfloat16          see optim/base.py   no
 
 The mixed modes use autocast; the few products that stay in float32 there may use TF32. Under fp32, TF32 is off. Norms,
-softmax and loss are computed in float32 at least in every mode.
+softmax and loss are computed in float32 at least in every mode; the residual stream between them is bfloat16 in both
+bf16 modes (model/transformer.py), float32 in the others.
 """
 
 from collections.abc import Callable
