@@ -15,6 +15,7 @@ there. On the CPU both read perf_counter.
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from math import ceil
 from time import perf_counter
 from typing import Any
@@ -38,6 +39,11 @@ class Timing:
     """The very first step's phases, warm-up or not."""
     clocks: dict[str, Any] | None = None
     """What the GPU's clocks were while it worked on the last step."""
+
+    @property
+    def stamp(self) -> dict[str, Any]:
+        """What a cell says of how its times came about."""
+        return {"method": self.method, "clocks": self.clocks}
 
 
 def summary(samples: Sequence[float]) -> dict[str, float | int]:
@@ -74,12 +80,12 @@ def time_steps(
         if prepare is not None:
             prepare()
         marks: list[tuple[str, Any]] = []
-        _synchronize(device)
+        synchronize(device)
         start = _now(on_cuda)
         step(lambda name, marks=marks: marks.append((name, _now(on_cuda))))
         if on_cuda and index == warmup + steps - 1:
             stamp = clocks(device)  # the launches are queued, the GPU is still at work
-        _synchronize(device)
+        synchronize(device)
         times = _elapsed(start, marks)
         first = first or times
         if index >= warmup:
@@ -108,9 +114,20 @@ def _milliseconds(start: Any, end: Any) -> float:
     return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that was asked of it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes of live tensors; 0 on a CPU, where nobody counts."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def memory_notes(device: torch.device) -> dict[str, str]:
+    """Why a cell has no memory figures, where it has none."""
+    return {} if device.type == "cuda" else {"memory": "the allocator is not measured on the CPU: null"}
 
 
 def buffer_sets(bytes_per_set: int, device: torch.device) -> int:
@@ -132,20 +149,23 @@ def time_kernel(
     """
     if device.type == "cuda":
         calls = calls or sets * ceil(20 / sets)
-        timing = _time_graph(call, sets, calls, warmup, steps, device)
-        if timing is not None:
-            return timing
-    samples, stamp = [], clocks(device)
-    for index in range(warmup + steps):
-        _synchronize(device)
-        start = _now(device.type == "cuda")
-        call(index % sets)
-        end = _now(device.type == "cuda")
-        if index == warmup + steps - 1:
-            stamp = clocks(device)
-        _synchronize(device)
-        samples.append(_milliseconds(start, end))
-    return Timing({"total": samples[warmup:]}, CALL_METHOD[device.type], {"total": samples[0]}, stamp)
+        graph = _captured(call, sets, calls, device)
+        if graph is not None:
+            return _total(graph.replay, GRAPH_METHOD, calls, warmup, steps, device)
+    places = cycle(range(sets))
+    return _total(lambda: call(next(places)), CALL_METHOD[device.type], 1, warmup, steps, device)
+
+
+def _total(work: Callable[[], Any], method: str, calls: int, warmup: int, steps: int, device: torch.device) -> Timing:
+    """Phase "total" of one of the `calls` calls that `work()` makes."""
+
+    def step(mark: Callable[[str], None]) -> None:
+        work()
+        mark("total")
+
+    timing = time_steps(step, warmup, steps, device)
+    samples = [sample / calls for sample in timing.phases["total"]]
+    return Timing({"total": samples}, method, {"total": timing.first["total"] / calls}, timing.clocks)
 
 
 def on_side_stream(work: Callable[[], Any], device: torch.device) -> Any:
@@ -169,9 +189,9 @@ def _side_stream(device: torch.device) -> Any:
     return _streams[device]
 
 
-def _time_graph(
-    call: Callable[[int], Any], sets: int, calls: int, warmup: int, steps: int, device: torch.device
-) -> Timing | None:
+def _captured(call: Callable[[int], Any], sets: int, calls: int, device: torch.device) -> torch.cuda.CUDAGraph | None:
+    """`calls` calls as one graph; None where they cannot be captured."""
+
     def warm() -> None:
         for i in range(max(3, sets)):
             call(i % sets)
@@ -188,14 +208,4 @@ def _time_graph(
     except RuntimeError:
         torch.cuda.synchronize(device)
         return None
-    samples, stamp = [], clocks(device)
-    for index in range(warmup + steps):
-        torch.cuda.synchronize(device)
-        start = _now(True)
-        graph.replay()
-        end = _now(True)
-        if index == warmup + steps - 1:
-            stamp = clocks(device)
-        torch.cuda.synchronize(device)
-        samples.append(start.elapsed_time(end) / calls)
-    return Timing({"total": samples[warmup:]}, GRAPH_METHOD, {"total": samples[0]}, stamp)
+    return graph

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from groundup.bench.benchmark import numbers
-from groundup.bench.harness import summary
+from groundup.bench.harness import allocated, summary, synchronize
 from groundup.config import ModelConfig, ParallelConfig
 from groundup.model import TransformerLM, count_parameters
 from groundup.optim import parameter_groups
@@ -42,9 +42,7 @@ ENGINES = ("none", "naive", "flat", "overlap", "bucketed", "zero1", "fsdp", "tor
 """none: every rank trains for itself."""
 
 
-def measure_all_reduce(
-    n_bytes: int, device: torch.device, dtype: torch.dtype, warmup: int, steps: int
-) -> dict[str, Any]:
+def measure_all_reduce(n_bytes: int, device: torch.device, dtype: torch.dtype, warmup: int, steps: int) -> Metrics:
     """Milliseconds and GB/s of an all-reduce of `n_bytes`, the slowest rank's; bandwidth as nccl-tests define it.
 
     Bus bandwidth is 2·(W-1)/W · bytes / seconds: what a link carries, comparable between world sizes.
@@ -149,7 +147,7 @@ def compile_parts(model: TransformerLM) -> None:
         model.head = torch.compile(model.head)
 
 
-def measure_step(setting: Setting, device: torch.device) -> dict[str, Any]:
+def measure_step(setting: Setting, device: torch.device) -> Metrics:
     """Times, memory and the trace's shares of one setting; a collective. Bytes are this rank's."""
     subject = Subject(setting, device)
     first_start = time.perf_counter()
@@ -325,45 +323,29 @@ def overlap(first: Spans, second: Spans) -> float:
     return total
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
 def at_context(model: ModelConfig, context_length: int) -> ModelConfig:
     """A shape as the steps are measured: PyTorch's attention, plain operations for the compiler, a chunked loss."""
     return replace(model, context_length=context_length, attention="sdpa", kernels="loss").resolve()
 
 
-def measure_setting(device: torch.device, setting: Setting) -> Metrics:
-    """As measure_step, in the argument order of in_ranks."""
-    return measure_step(setting, device)
-
-
-def in_ranks(
-    processes: int, kind: str, work: Callable[..., Metrics], *arguments: Any, backend: str | None = None
-) -> Any:
-    """`work(device, *arguments)` on `processes` ranks of this machine; rank 0's result.
+def in_ranks(processes: int, kind: str, work: Callable[..., Metrics], backend: str | None = None) -> Metrics:
+    """`work(device=…)` on `processes` ranks of this machine; rank 0's result.
 
     In a world that a launcher started, in that one. `backend`: "gloo" also for CUDA tensors.
     """
     world = this_world()
     if world.size > 1:
-        return _rank(kind, work, arguments, backend)
-    return spawn(_rank, processes, kind, work, arguments, backend)[0]
+        return _rank(kind, work, backend)
+    return spawn(_rank, processes, kind, work, backend)[0]
 
 
-def _rank(kind: str, work: Callable[..., Metrics], arguments: tuple, backend: str | None) -> Metrics:
+def _rank(kind: str, work: Callable[..., Metrics], backend: str | None) -> Metrics:
     world = this_world()
     device = local_device(kind, world)
     if not dist.is_initialized():
         connect(world, device, backend=backend)
     torch.set_float32_matmul_precision("highest")
-    return work(device, *arguments)
+    return work(device=device)
 
 
 def ranks_of(text: str, device: str, last: bool = False) -> list[int]:

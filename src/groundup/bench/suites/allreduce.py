@@ -7,7 +7,7 @@ processes of its own.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -68,21 +68,17 @@ def cells(options: Options) -> list[Parameters]:
 def run(parameters: Parameters) -> Measurement:
     """One size, in processes of its own."""
     backend = str(parameters["backend"])
-    metrics = in_ranks(
-        int(parameters["processes"]),
-        "cpu" if backend == "gloo-cpu" else "cuda",
-        _measure,
+    work = partial(
+        measure_all_reduce,
         int(parameters["kib"]) * KIB,
-        int(parameters["warmup"]),
-        int(parameters["steps"]),
-        backend=None if backend == "nccl" else "gloo",
+        dtype=torch.float32,
+        warmup=int(parameters["warmup"]),
+        steps=int(parameters["steps"]),
     )
+    kind = "cpu" if backend == "gloo-cpu" else "cuda"
+    metrics = in_ranks(int(parameters["processes"]), kind, work, None if backend == "nccl" else "gloo")
     stamp = {"dtype": "float32", "grad_mode": "no_grad", "method": "perf_counter after a barrier, slowest rank"}
     return Measurement(metrics, stamp)
-
-
-def _measure(device: torch.device, n_bytes: int, warmup: int, steps: int) -> dict[str, Any]:
-    return measure_all_reduce(n_bytes, device, torch.float32, warmup, steps)
 
 
 BENCHMARK = Benchmark(

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, at_least, numbers, words
 from groundup.bench.cells import Parameters
-from groundup.bench.harness import summary, time_steps
+from groundup.bench.harness import allocated, memory_notes, summary, time_steps
 from groundup.bench.sweep import resolve_device
 from groundup.kernels import attention as kernel_attention
 from groundup.model.attention import causal_mask, scaled_dot_product_attention
@@ -95,7 +95,7 @@ def run(parameters: Parameters) -> Measurement:
     torch.set_float32_matmul_precision("highest")
     shape = tuple(int(parameters[name]) for name in ("batch_size", "heads", "context_length", "d"))
     dtype = DTYPES[str(parameters["precision"])]
-    start = _allocated(device)
+    start = allocated(device)
     q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     gradient = torch.randn(shape, device=device, dtype=dtype)
     attend = implementation(parameters, device)
@@ -104,7 +104,7 @@ def run(parameters: Parameters) -> Measurement:
     def step(mark: Callable[[str], None]) -> None:
         out = attend(q, k, v)
         mark("forward")
-        before_backward.append(_allocated(device) - start)
+        before_backward.append(allocated(device) - start)
         torch.autograd.grad(out, (q, k, v), gradient)
         mark("backward")
 
@@ -114,8 +114,7 @@ def run(parameters: Parameters) -> Measurement:
     metrics["memory.before_backward"] = before_backward[-1] if on_cuda else None
     metrics["memory.peak"] = torch.cuda.max_memory_allocated(device) - start if on_cuda else None
     stamp = {"dtype": str(dtype).removeprefix("torch."), "grad_mode": "grad", "step": "steady"}
-    stamp |= {"method": timing.method, "clocks": timing.clocks}
-    return Measurement(metrics, stamp, {} if on_cuda else {"memory": "the allocator is not measured on the CPU: null"})
+    return Measurement(metrics, stamp | timing.stamp, memory_notes(device))
 
 
 def implementation(parameters: Parameters, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -143,10 +142,6 @@ def implementation(parameters: Parameters, device: torch.device) -> Callable[[Te
         return partial(compiled, block_mask=blocks)
     plain = torch.compile(scaled_dot_product_attention, dynamic=False) if name == "compiled" else None
     return partial(plain or scaled_dot_product_attention, mask=causal_mask(n, n, device) if causal else None)
-
-
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 BENCHMARK = Benchmark(

@@ -7,10 +7,14 @@ that overlapped communication has slowed.
 """
 
 from dataclasses import dataclass
+from functools import partial
+
+import torch
 
 from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, at_least, numbers, words
 from groundup.bench.cells import Parameters
-from groundup.bench.parallel import ENGINES, Setting, at_context, in_ranks, measure_setting, ranks_of
+from groundup.bench.harness import memory_notes
+from groundup.bench.parallel import ENGINES, Setting, at_context, in_ranks, measure_step, ranks_of
 from groundup.bench.precision import dtype_name
 from groundup.bench.sweep import resolve_device
 from groundup.config import SIZES, size
@@ -101,12 +105,12 @@ def setting_of(parameters: Parameters) -> Setting:
 
 def run(parameters: Parameters) -> Measurement:
     """One engine, in processes of its own."""
-    device = str(parameters["device"])
-    metrics = in_ranks(int(parameters["processes"]), device, measure_setting, setting_of(parameters))
+    device = torch.device(str(parameters["device"]))
+    work = partial(measure_step, setting_of(parameters))
+    metrics = in_ranks(int(parameters["processes"]), device.type, work)
     stamp = {"dtype": dtype_name(str(parameters["precision"])), "grad_mode": "grad", "step": "steady"}
     stamp["method"] = "steps back to back; communication from a trace of two steps"
-    notes = {} if device == "cuda" else {"memory": "the allocator is not measured on the CPU: null"}
-    return Measurement(metrics, stamp, notes)
+    return Measurement(metrics, stamp, memory_notes(device))
 
 
 BENCHMARK = Benchmark(

@@ -209,8 +209,8 @@ def run(parameters: Parameters) -> Measurement:
     metrics["bound_fraction"] = None if bound is None else bound / metrics["time.step"]["median"]
     notes = {} if name else {"bound": "the account has no bandwidth for this device; --hardware names one"}
     stamp = {"dtype": str(DTYPES[str(parameters["precision"])]).removeprefix("torch."), "grad_mode": "inference"}
-    stamp |= {"step": "steady", "method": then.method, "clocks": then.clocks, "bound_of": name or "none"}
-    return Measurement(metrics, stamp, notes)
+    stamp |= {"step": "steady", "bound_of": name or "none"}
+    return Measurement(metrics, stamp | then.stamp, notes)
 
 
 def _itemsize(parameters: Parameters) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, at_least, numbers, words
 from groundup.bench.cells import Parameters
-from groundup.bench.harness import summary, time_steps
+from groundup.bench.harness import allocated, memory_notes, summary, time_steps
 from groundup.bench.sweep import resolve_device
 from groundup.errors import UserError
 from groundup.kernels import linear_cross_entropy
@@ -101,8 +101,7 @@ def run(parameters: Parameters) -> Measurement:
     weight = (torch.randn(vocab, hidden, device=device) / hidden**0.5).to(dtype).requires_grad_()
     targets = torch.randint(vocab, (tokens,), device=device)
     loss_of = loss_function(str(parameters["implementation"]))
-    on_cuda = device.type == "cuda"
-    held = torch.cuda.memory_allocated(device) if on_cuda else 0
+    held = allocated(device)
 
     def step(mark: Callable[[str], None]) -> None:
         loss = loss_of(x, weight, targets)
@@ -113,11 +112,12 @@ def run(parameters: Parameters) -> Measurement:
     timing = time_steps(step, int(parameters["warmup"]), int(parameters["steps"]), device)
     metrics: dict[str, Any] = {f"time.{name}": summary(samples) for name, samples in timing.phases.items()}
     metrics["flops.rate"] = 6 * tokens * vocab * hidden / metrics["time.total"]["median"] / 1e9
-    beyond = torch.cuda.max_memory_allocated(device) - held - x.nbytes - weight.nbytes if on_cuda else None
+    beyond = (
+        torch.cuda.max_memory_allocated(device) - held - x.nbytes - weight.nbytes if device.type == "cuda" else None
+    )
     metrics["memory.beyond_gradients"] = beyond
     stamp = {"dtype": str(dtype).removeprefix("torch."), "grad_mode": "grad", "step": "steady"}
-    stamp |= {"method": timing.method, "clocks": timing.clocks}
-    return Measurement(metrics, stamp, {} if on_cuda else {"memory": "the allocator is not measured on the CPU: null"})
+    return Measurement(metrics, stamp | timing.stamp, memory_notes(device))
 
 
 BENCHMARK = Benchmark(

@@ -12,7 +12,7 @@ import torch
 
 from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, at_least, words
 from groundup.bench.cells import Parameters
-from groundup.bench.harness import summary, time_steps
+from groundup.bench.harness import memory_notes, summary, time_steps
 from groundup.bench.sweep import resolve_device
 from groundup.config import SIZES, size
 from groundup.model import TransformerLM
@@ -87,9 +87,7 @@ def run(parameters: Parameters) -> Measurement:
         "memory.temporary": _temporary(optimizer, device),
     }
     stamp = {"dtype": "float32", "grad_mode": "no_grad", "step": "steady"}
-    stamp |= {"method": timing.method, "clocks": timing.clocks}
-    notes = {} if device.type == "cuda" else {"memory": "the allocator is not measured on the CPU: null"}
-    return Measurement(metrics, stamp, notes)
+    return Measurement(metrics, stamp | timing.stamp, memory_notes(device))
 
 
 def _temporary(optimizer: torch.optim.Optimizer, device: torch.device) -> int | None:

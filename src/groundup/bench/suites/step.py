@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, at_least, numbers, words
 from groundup.bench.cells import Parameters
 from groundup.bench.check import check_steps
-from groundup.bench.harness import Timing, summary, time_steps
+from groundup.bench.harness import Timing, allocated, memory_notes, summary, time_steps
 from groundup.bench.precision import PRECISIONS, dtype_name, use_precision
 from groundup.bench.sweep import resolve_device
 from groundup.config import ModelConfig, RunConfig, load_toml, size
@@ -151,8 +151,12 @@ def run(parameters: Parameters) -> Measurement:
     metrics: dict[str, Any] = {"parameters.total": count_parameters(subject.model)}
     metrics |= _time_metrics(timing, tokens) | subject.tensor_bytes() | subject.memory()
     metrics |= count_flops(subject, parameters)
-    notes = {} if device.type == "cuda" else {"memory": "the allocator is not measured on the CPU: null"}
-    return Measurement(metrics, _stamp(parameters, timing), notes)
+    stamp = {
+        "dtype": dtype_name(str(parameters["precision"])),
+        "grad_mode": "grad" if parameters["grad"] == "on" else "no_grad",
+        "step": "steady" if parameters["warmup"] else "includes the first step",
+    }
+    return Measurement(metrics, stamp | timing.stamp, memory_notes(device))
 
 
 def _time_metrics(timing: Timing, tokens: int) -> dict[str, Any]:
@@ -163,16 +167,6 @@ def _time_metrics(timing: Timing, tokens: int) -> dict[str, Any]:
     return metrics
 
 
-def _stamp(parameters: Parameters, timing: Timing) -> dict[str, Any]:
-    return {
-        "dtype": dtype_name(str(parameters["precision"])),
-        "grad_mode": "grad" if parameters["grad"] == "on" else "no_grad",
-        "step": "steady" if parameters["warmup"] else "includes the first step",
-        "method": timing.method,
-        "clocks": timing.clocks,
-    }
-
-
 class Subject:
     """The model under measurement, its batch and its optimizer."""
 
@@ -180,7 +174,7 @@ class Subject:
         self.device, self.mode = device, str(parameters["mode"])
         self.records = parameters["grad"] == "on"
         self.autocast = use_precision(str(parameters["precision"]), device)
-        self.start = self._allocated()
+        self.start = allocated(self.device)
         with torch.device(device):
             self.model = TransformerLM(model_config(parameters))
             self.model.init_weights(int(parameters["seed"]))
@@ -193,12 +187,9 @@ class Subject:
             for block in self.model.layers:
                 block.compile()
         self.optimizer = AdamW(parameter_groups(self.model, 0.1), lr=1e-4) if self.mode == "train-step" else None
-        self.after_init = self._allocated()
+        self.after_init = allocated(self.device)
         self.prepared = 0
         self.first_peak: int | None = None
-
-    def _allocated(self) -> int:
-        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
 
     def prepare(self) -> None:
         """What comes before a step, untimed: gradients away; around the first step, its own peak of memory."""
@@ -250,19 +241,19 @@ class Subject:
             return dict.fromkeys(keys)
         self.prepare()
         found: dict[str, int | None] = {"memory.after_init": self.after_init - self.start}
-        held = self._allocated()
+        held = allocated(self.device)
         torch._C._cuda_clearCublasWorkspaces()
-        found["memory.workspace"] = held - self._allocated()
+        found["memory.workspace"] = held - allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
 
         def mark(name: str) -> None:
-            found[f"memory.after_{name}"] = self._allocated() - self.start
+            found[f"memory.after_{name}"] = allocated(self.device) - self.start
             found[f"memory.peak_{name}"] = torch.cuda.max_memory_allocated(self.device) - self.start
             torch.cuda.reset_peak_memory_stats(self.device)
 
         self.step(mark)
         torch._C._cuda_clearCublasWorkspaces()
-        found["memory.static"] = self._allocated() - self.start
+        found["memory.static"] = allocated(self.device) - self.start
         found["memory.peak"] = max(value for key, value in found.items() if key.startswith("memory.peak_") and value)
         found["memory.peak_first_step"] = self.first_peak
         found["memory.reserved"] = torch.cuda.memory_reserved(self.device)
