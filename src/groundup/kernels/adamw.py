@@ -32,12 +32,13 @@ def adamw_step(
     eps: float,
     weight_decay: float,
     copies: Sequence[Tensor] = (),
+    skip: Tensor | None = None,
 ) -> None:
     """Step number `step` (from 1) of AdamW (Loshchilov & Hutter 2019, algorithm 2), in place.
 
     weights, exp_avg, exp_avg_sq: float32; gradients: float32 or bfloat16, all alike. `copies`: bfloat16 tensors that
-    receive the new weights, rounded (the weights are then their masters). All contiguous, on one device. Raises
-    UserError where no kernel can run.
+    receive the new weights, rounded (the weights are then their masters). All contiguous, on one device. `skip`: a bool
+    scalar there; where it is set, nothing changes. Raises UserError where no kernel can run.
     """
     if not weights:
         return
@@ -59,9 +60,11 @@ def adamw_step(
     beta1, beta2 = betas
     with on_device_of(weights[0]):
         launch(adamw_kernel, len(of_tensor),
-            table, of_tensor, start, sizes, 1 - lr * weight_decay, beta1, beta2, eps,
+            table, of_tensor, start, sizes, table if skip is None else skip.view(torch.uint8),
+            1 - lr * weight_decay, beta1, beta2, eps,
             (1 - beta2**step) ** -0.5, lr / (1 - beta1**step),
             BLOCK=BLOCK, BF16_GRADIENTS=gradients[0].dtype == torch.bfloat16, COPIES=bool(copies), ALIGNED=aligned,
+            ASKED=skip is not None,
         )  # fmt: skip
 
 

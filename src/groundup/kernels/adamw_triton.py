@@ -52,16 +52,19 @@ def update(
 
 @triton.jit(do_not_specialize=["decay", "beta1", "beta2", "eps", "unbias", "step_size"])
 def adamw_kernel(
-    TABLE, OF_TENSOR, START, SIZES, decay, beta1, beta2, eps, unbias, step_size,
+    TABLE, OF_TENSOR, START, SIZES, SKIP, decay, beta1, beta2, eps, unbias, step_size,
     BLOCK: tl.constexpr, BF16_GRADIENTS: tl.constexpr, COPIES: tl.constexpr, ALIGNED: tl.constexpr,
+    ASKED: tl.constexpr,
 ):  # fmt: skip
-    """Rows of TABLE: addresses of weight, gradient, first and second moment, copy.
+    """Rows of TABLE: addresses of weight, gradient, first and second moment, copy. ASKED: nothing moves if SKIP is set.
 
     decay = 1 - lr · weight_decay, unbias = 1 / √(1 - β₂ᵗ), step_size = lr / (1 - β₁ᵗ).
     """
     tensor = tl.load(OF_TENSOR + tl.program_id(0))
     start = tl.multiple_of(tl.load(START + tl.program_id(0)), BLOCK)
     size = tl.load(SIZES + tensor)
+    if ASKED:
+        size = tl.where(tl.load(SKIP) != 0, 0, size)
     i = start + tl.arange(0, BLOCK)
     row = tensor * 5
     WEIGHT = tensor_at(TABLE, row, tl.float32, ALIGNED)

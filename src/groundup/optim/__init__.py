@@ -7,6 +7,7 @@ clip.py            the gradients' norm
 """
 
 from groundup.optim.adamw import AdamW
+from groundup.optim.base import Optimizer
 from groundup.optim.clip import clip_grad_norm
 from groundup.optim.groups import describe_groups, make_optimizer, parameter_groups, set_learning_rate
 from groundup.optim.muon import Muon, newton_schulz
@@ -15,6 +16,7 @@ from groundup.optim.schedule import constant_lr, cosine_lr, learning_rate, linea
 __all__ = [
     "AdamW",
     "Muon",
+    "Optimizer",
     "clip_grad_norm",
     "constant_lr",
     "cosine_lr",

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from groundup.kernels import adamw_step as adamw_kernel
-from groundup.kernels.backend import HAS_TRITON
-from groundup.optim.base import Optimizer
+from groundup.kernels.backend import runs_triton
+from groundup.optim.base import NARROW, Optimizer
 
 
 def adamw_update(
@@ -83,18 +83,32 @@ class AdamW(Optimizer):
     def update(
         self, columns: list[list[Tensor]], step: int, group: dict[str, Any], copies: Sequence[Tensor] = ()
     ) -> None:
-        adamw_step(columns, step, group, copies)
+        adamw_step(columns, step, group, copies, self.flag)
+
+    def heeds_flag(self) -> bool:
+        params = [p for group in self.param_groups for p in group["params"]]
+        return all(
+            runs_triton(p) and p.dtype in (torch.float32, *(NARROW if self.master_weights else ())) for p in params
+        )
 
 
-def adamw_step(columns: list[list[Tensor]], step: int, group: dict[str, Any], copies: Sequence[Tensor] = ()) -> None:
+def adamw_step(
+    columns: list[list[Tensor]],
+    step: int,
+    group: dict[str, Any],
+    copies: Sequence[Tensor] = (),
+    flag: Tensor | None = None,
+) -> None:
     """Step `step` of a group: columns are weights, gradients, exp_avg, exp_avg_sq. The back-end is chosen here.
 
-    copies: bf16 tensors that receive the new weights, rounded.
+    copies: bf16 tensors that receive the new weights, rounded. flag: nothing changes where it is set.
     """
     settings = (group["lr"], group["betas"], group["eps"], group["weight_decay"])
     p, grad, exp_avg, exp_avg_sq = columns
-    if HAS_TRITON and p[0].is_cuda and _suits_kernel(columns, copies):
-        adamw_kernel(p, grad, exp_avg, exp_avg_sq, step, *settings, copies)
+    if runs_triton(p[0]) and _suits_kernel(columns, copies):
+        adamw_kernel(p, grad, exp_avg, exp_avg_sq, step, *settings, copies, flag)
+        return
+    if flag is not None and flag.item():
         return
     grad = [g.to(weight.dtype) for g, weight in zip(grad, p, strict=True)]
     if p[0].is_cuda:

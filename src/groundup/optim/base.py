@@ -31,6 +31,12 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], master_weights: bool, seed: int):
         self.master_weights, self.seed = master_weights, seed
+        self.flag: Tensor | None = None
+        """What `update` must heed on the device, while step_unless runs."""
+        self._counted: list[dict[str, Any]] = []
+        """States whose step the newest call has counted."""
+        self._unknown: tuple[Tensor, Any] | None = None
+        """The flag of a step that may not have taken place: on its way to the host, and the event of its arrival."""
         super().__init__(params, defaults)
 
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -46,6 +52,48 @@ class Optimizer(torch.optim.Optimizer):
         """
         raise NotImplementedError
 
+    def heeds_flag(self) -> bool:
+        """Whether `update` can leave a step out on the device, by `flag`."""
+        return False
+
+    def step_unless(self, skip: Tensor) -> None:
+        """`step()`, unless the flag (a bool scalar) is set; then weights and state stay as they are.
+
+        Where the update heeds a flag on the device, the host does not wait for it: the step is counted, and taken back
+        by `settle`, which the next step and state_dict call.
+        """
+        if not self.heeds_flag():
+            if not skip.item():
+                self.step()
+            return
+        self.settle()
+        self.flag = skip
+        try:
+            self.step()
+        finally:
+            self.flag = None
+        on_host, arrival = skip, None
+        if skip.is_cuda:
+            on_host = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(skip, non_blocking=True)
+            arrival = torch.cuda.Event()
+            arrival.record(torch.cuda.current_stream(skip.device))
+        self._unknown = on_host, arrival
+
+    def settle(self) -> None:
+        """Wait for the flag of the step before, and take its count back if it was left out."""
+        if self._unknown is None:
+            return
+        (flag, arrival), self._unknown = self._unknown, None
+        if arrival is not None:
+            arrival.synchronize()
+        if flag.item():
+            for state in self._counted:
+                state["step"] -= 1
+
+    def state_dict(self) -> dict[str, Any]:
+        self.settle()
+        return super().state_dict()
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step for every parameter that has a gradient; returns the closure's loss, if one is given."""
@@ -53,6 +101,8 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.settle()
+        self._counted.clear()
         place = 0
         for group in self.param_groups:
             for step, params in self._by_step(group).items():
@@ -88,6 +138,7 @@ class Optimizer(torch.optim.Optimizer):
                 if keeps_master:
                     state[MASTER] = like
             state["step"] += 1
+            self._counted.append(state)
             found.setdefault(int(state["step"]), []).append(p)
         return found
 

@@ -5,9 +5,9 @@ ends: the loss, the gradients' norm (not finite as soon as one gradient is not) 
 computed from earlier rows. With many processes the flags are added up over them first, so all skip or none does. What
 the decision was is read with the row, which on a GPU happens one step later: counting and stopping never make it wait.
 
-Applying it: the optimizer is not called, which asks the host to wait for the flag: free on a CPU, one pipeline bubble a
-step on a GPU (docs/training.md has its cost), and exact for every optimizer. The host does its own work, the row of the
-step before, in that wait.
+Applying it: AdamW's kernel reads the flag on the device, and the host, which has counted the step, takes the count back
+when it knows (optim/base.py). Every other optimizer is not called, which asks the host to wait for the flag: free on a
+CPU, one pipeline bubble a step on a GPU, in which it does its own work, the row of the step before.
 Rejected: a copy of weights and state to go back to (memory); zeroed gradients (moments and decay would still move the
 weights); gradients clamped to finite numbers (a wrong step instead of none).
 
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from groundup.config import TrainConfig
 from groundup.errors import UserError
+from groundup.optim import Optimizer
 
 WARMUP = 8
 """Losses that must be known before any can be a spike."""
@@ -43,7 +44,9 @@ def to_skip(loss: Tensor, unsound: Tensor, limit: float) -> Tensor:
 
 def apply_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """`optimizer.step()`, unless the flag is set; then weights and optimizer state stay as they are."""
-    if not skip.item():
+    if isinstance(optimizer, Optimizer):
+        optimizer.step_unless(skip)
+    elif not skip.item():
         optimizer.step()
 
 

@@ -13,7 +13,7 @@ from groundup.config import RunConfig
 from groundup.data import TokenData, WindowSampler
 from groundup.errors import UserError
 from groundup.model import TransformerLM, count_parameters
-from groundup.optim import clip_grad_norm, describe_groups, make_optimizer
+from groundup.optim import Optimizer, clip_grad_norm, describe_groups, make_optimizer
 from groundup.parallel.ddp import DataParallel
 from groundup.parallel.engine import materialiser, parallelize
 from groundup.parallel.optimizer import DistributedOptimizer
@@ -78,7 +78,9 @@ class Job:
         return clip_grad_norm(holders, self.config.optim.grad_clip)
 
     def settle(self) -> None:
-        """Wait for parameters that are still under way, before something reads them from outside the step."""
+        """Wait for parameters and counts that are still under way, before something outside the step reads them."""
+        if isinstance(self.optimizer, Optimizer):
+            self.optimizer.settle()
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.wait()
 
