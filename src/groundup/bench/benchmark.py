@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from groundup.bench import suites
 from groundup.bench.cells import Cell, Parameters
+from groundup.config import ModelConfig, RunConfig, load_toml, size
 from groundup.errors import UserError, nearest_name
 
 
@@ -132,6 +133,13 @@ def numbers(text: str, flag: str, least: int = 1) -> list[int]:
             raise UserError(f'{flag}: "{word}" is not a whole number of at least {least}')
         found.append(int(word))
     return _filled(found, flag)
+
+
+def shapes(sizes: str, config: str) -> dict[str, ModelConfig]:
+    """Name → shape: of named sizes, separated by commas, or of the [model] of a run's TOML file where one is given."""
+    if config:
+        return {Path(config).stem: load_toml(Path(config), RunConfig).model.resolve()}
+    return {name: size(name).resolve() for name in (word.strip() for word in sizes.split(",")) if name}
 
 
 def at_least(value: float, flag: str, least: float) -> None:

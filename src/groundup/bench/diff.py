@@ -14,7 +14,6 @@ from tabulate import tabulate
 
 from groundup.bench.benchmark import find
 from groundup.bench.cells import Cell
-from groundup.bench.tables import FORMATS
 from groundup.errors import UserError
 
 IGNORED = ("steps", "seed")
@@ -73,7 +72,7 @@ def _row(label: str, metric: str, old: Any, new: Any, ratio: float | None, chang
     return {"cell": label, "metric": metric, "old": old, "new": new, "ratio": ratio, "changed": changed}
 
 
-def diff_table(rows: Sequence[dict[str, Any]], everything: bool = False, form: str = "markdown") -> str:
+def diff_table(rows: Sequence[dict[str, Any]], everything: bool = False) -> str:
     """The times and whatever changed; with `everything` all rows. `changed` None: derived from another row."""
     body = []
     for row in rows:
@@ -83,7 +82,7 @@ def diff_table(rows: Sequence[dict[str, Any]], everything: bool = False, form: s
         verdict = {True: "changed", False: "within the spread", None: ""}[row["changed"]]
         body.append([row["cell"], row["metric"], _word(row["old"]), _word(row["new"]), ratio, verdict])
     titles = ["cell", "metric", "old", "new", "new / old", ""]
-    return tabulate(body, headers=titles, tablefmt=FORMATS[form], disable_numparse=True)
+    return tabulate(body, headers=titles, disable_numparse=True)
 
 
 def _word(value: Any) -> str:

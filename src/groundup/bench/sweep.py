@@ -46,18 +46,26 @@ def resolve_device(name: str) -> str:
     return name if name != "auto" else "cuda" if available else "cpu"
 
 
+def repetitions(options: Any, least_warmup: int = 1) -> Parameters:
+    """The parameters that most cells end with. Raises UserError for too few steps and for a device that is not here."""
+    at_least(options.warmup, "--warmup", least_warmup)
+    at_least(options.steps, "--steps", 1)
+    device = resolve_device(options.device)
+    return {"warmup": options.warmup, "steps": options.steps, "seed": options.seed, "device": device}
+
+
 def sweep(benchmark: Benchmark, options: SweepOptions, progress: Progress | None = None) -> tuple[list[Cell], int]:
     """Measure what is missing; return every cell the options ask for that exists, and how many do not (deadline)."""
     at_least(options.time_limit, "--time-limit", 1)
     at_least(options.deadline_seconds, "--deadline-seconds", 0)
-    wanted = _distinct(benchmark.cells(options))
+    wanted = {_key(parameters): parameters for parameters in benchmark.cells(options)}
     directory = directory_of(benchmark, options)
     found: dict[str, Cell] = {}
-    for parameters in wanted:
+    for key, parameters in wanted.items():
         cell = None if options.fresh else read_cell(directory, parameters)
         if cell is not None and cell["status"] == "ok":
-            found[_key(parameters)] = cell
-    missing = [parameters for parameters in wanted if _key(parameters) not in found]
+            found[key] = cell
+    missing = [parameters for key, parameters in wanted.items() if key not in found]
     end = monotonic() + options.deadline_seconds if options.deadline_seconds else float("inf")
     count = 0
     for group in _groups(benchmark, missing):
@@ -74,15 +82,11 @@ def sweep(benchmark: Benchmark, options: SweepOptions, progress: Progress | None
                     progress(count, len(missing), cell)
         finally:
             worker.stop()
-    return [found[_key(p)] for p in wanted if _key(p) in found], len(wanted) - len(found)
+    return [found[key] for key in wanted if key in found], len(wanted) - len(found)
 
 
 def _key(parameters: Parameters) -> str:
     return json.dumps(parameters, sort_keys=True)
-
-
-def _distinct(wanted: list[Parameters]) -> list[Parameters]:
-    return list({_key(parameters): parameters for parameters in wanted}.values())
 
 
 def _groups(benchmark: Benchmark, cells: list[Parameters]) -> list[list[Parameters]]:

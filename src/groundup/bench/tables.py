@@ -8,7 +8,7 @@ from tabulate import tabulate
 from groundup.bench.benchmark import Benchmark, Column
 from groundup.bench.cells import Cell
 
-FORMATS = {"markdown": "pipe", "latex": "latex_booktabs", "plain": "simple"}
+_FORMATS = {"markdown": "pipe", "latex": "latex_booktabs", "plain": "simple"}
 
 _WRITTEN = {"oom": "OOM", "error": "error", "timeout": "timeout"}
 _STAMP = ("gpu", "driver", "cpu", "threads", "torch", "triton", "cuda", "dtype", "tf32", "grad_mode", "step", "method")
@@ -29,7 +29,7 @@ def table(benchmark: Benchmark, cells: Sequence[Cell], form: str = "markdown") -
         rows.append([_word(cell["parameters"].get(name)) for name in varying] + values)
     titles = [name.replace("_", " ") for name in varying] + [column.title for column in shown]
     # Numbers are already written as they should be; tabulate would round them again.
-    text = tabulate(rows, headers=titles, tablefmt=FORMATS[form], disable_numparse=True)
+    text = tabulate(rows, headers=titles, tablefmt=_FORMATS[form], disable_numparse=True)
     lines = [text, "", *_below(benchmark, cells)]
     if form == "latex":
         lines = [text, *(f"% {line}" for line in _below(benchmark, cells))]
@@ -100,8 +100,8 @@ def _digits(value: float) -> str:
     return f"{value:.4f}"
 
 
-def check_table(rows: Sequence[dict[str, Any]], form: str = "markdown") -> str:
-    """Predictions beside measurements, a line each; `form` as in `table`."""
+def check_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Predictions beside measurements, a line each."""
     body = [
         [
             row["cell"],
@@ -115,7 +115,7 @@ def check_table(rows: Sequence[dict[str, Any]], form: str = "markdown") -> str:
         for row in rows
     ]
     titles = ["cell", "line", "predicted", "measured", "error", "target", ""]
-    return tabulate(body, headers=titles, tablefmt=FORMATS[form], disable_numparse=True)
+    return tabulate(body, headers=titles, disable_numparse=True)
 
 
 def _plain(value: float | None) -> str:

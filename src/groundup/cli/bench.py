@@ -112,7 +112,7 @@ def _sweep(benchmark: Any, options: Any, argv: list[str]) -> int:
         write_atomic(Path(options.table), table(benchmark, cells, form) + "\n")
     if options.plot:
         plot(benchmark, cells, Path(options.plot))
-    text = table(benchmark, cells, "plain") + ("" if rows is None else f"\n\n{check_table(rows, 'plain')}")
+    text = table(benchmark, cells, "plain") + ("" if rows is None else f"\n\n{check_table(rows)}")
     emit(document(benchmark.name, cells, rows), text, options.json)
     return 1 if rows is not None and options.strict and missed(rows) else 0
 
@@ -154,7 +154,7 @@ def _diff(args: DiffArgs) -> int:
     from groundup.bench.diff import diff, diff_table
 
     rows = diff(read_results([args.old]), read_results([args.new]))
-    emit({"rows": rows}, diff_table(rows, args.all, "plain"), args.json)
+    emit({"rows": rows}, diff_table(rows, args.all), args.json)
     return 0
 
 
@@ -168,7 +168,7 @@ def _check(args: CheckArgs) -> int:
     if not cells:
         raise UserError("the results hold no cell of bench step; predictions exist for that benchmark")
     rows = check_steps(cells, model_config, args.hardware)
-    emit({"check": rows}, check_table(rows, "plain"), args.json)
+    emit({"check": rows}, check_table(rows), args.json)
     return 1 if args.strict and missed(rows) else 0
 
 

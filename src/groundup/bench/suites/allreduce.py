@@ -11,10 +11,10 @@ from functools import partial
 
 import torch
 
-from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, at_least, numbers, words
+from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, numbers, words
 from groundup.bench.cells import Parameters
 from groundup.bench.parallel import in_ranks, measure_all_reduce, ranks_of
-from groundup.bench.sweep import resolve_device
+from groundup.bench.sweep import repetitions
 from groundup.errors import UserError
 
 BACKENDS = ("gloo-cpu", "gloo-cuda", "nccl")
@@ -42,8 +42,8 @@ class Options(SweepOptions):
 
 def cells(options: Options) -> list[Parameters]:
     """Every combination; the back-end and the number of processes are the outer loops."""
-    at_least(options.steps, "--steps", 1)
-    device = resolve_device(options.device)
+    last = repetitions(options, least_warmup=0)
+    device = str(last["device"])
     backends = words(options.backend, "--backend", BACKENDS) if options.backend else list(BACKENDS)
     if device == "cpu":
         if options.backend and backends != ["gloo-cpu"]:
@@ -54,10 +54,7 @@ def cells(options: Options) -> list[Parameters]:
             "backend": backend,
             "processes": processes,
             "kib": kib,
-            "warmup": options.warmup,
-            "steps": options.steps,
-            "seed": options.seed,
-            "device": device,
+            **last,
         }
         for backend in backends
         for processes in ranks_of(options.processes, device)

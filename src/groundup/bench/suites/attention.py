@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, at_least, numbers, words
+from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, numbers, words
 from groundup.bench.cells import Parameters
 from groundup.bench.harness import allocated, memory_notes, summary, time_steps
-from groundup.bench.sweep import resolve_device
+from groundup.bench.sweep import repetitions
 from groundup.kernels import attention as kernel_attention
 from groundup.model.attention import causal_mask, scaled_dot_product_attention
 
@@ -60,9 +60,7 @@ class Options(SweepOptions):
 
 def cells(options: Options) -> list[Parameters]:
     """Every combination, long sequences last within an implementation."""
-    at_least(options.warmup, "--warmup", 1)
-    at_least(options.steps, "--steps", 1)
-    device = resolve_device(options.device)
+    last = repetitions(options)
     return [
         {
             "implementation": implementation,
@@ -73,10 +71,7 @@ def cells(options: Options) -> list[Parameters]:
             "heads": heads,
             "d": d,
             "context_length": context,
-            "warmup": options.warmup,
-            "steps": options.steps,
-            "seed": options.seed,
-            "device": device,
+            **last,
         }
         for implementation in words(options.implementation, "--implementation", IMPLEMENTATIONS)
         for precision in words(options.precision, "--precision", tuple(DTYPES))

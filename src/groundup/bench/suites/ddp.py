@@ -11,12 +11,12 @@ from functools import partial
 
 import torch
 
-from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, at_least, numbers, words
+from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, numbers, words
 from groundup.bench.cells import Parameters
 from groundup.bench.harness import memory_notes
 from groundup.bench.parallel import ENGINES, Setting, at_context, in_ranks, measure_step, ranks_of
 from groundup.bench.precision import dtype_name
-from groundup.bench.sweep import resolve_device
+from groundup.bench.sweep import repetitions
 from groundup.config import SIZES, size
 
 BUCKETS = ("bucketed", "zero1", "torch-ddp")
@@ -60,9 +60,7 @@ class Options(StepOptions):
 
 def cells(options: Options) -> list[Parameters]:
     """Every combination; the model and the number of processes are the outer loops."""
-    at_least(options.steps, "--steps", 1)
-    at_least(options.warmup, "--warmup", 1)
-    device = resolve_device(options.device)
+    last = repetitions(options)
     return [
         {
             "size": name,
@@ -73,13 +71,10 @@ def cells(options: Options) -> list[Parameters]:
             "context_length": context,
             "engine": engine,
             "bucket_mb": bucket,
-            "warmup": options.warmup,
-            "steps": options.steps,
-            "seed": options.seed,
-            "device": device,
+            **last,
         }
         for name in words(options.size, "--size", tuple(SIZES))
-        for processes in ranks_of(options.processes, device, last=True)
+        for processes in ranks_of(options.processes, str(last["device"]), last=True)
         for precision in words(options.precision, "--precision", ("fp32", "bf16"))
         for compiled in words(options.compile, "--compile", ("no", "blocks"))
         for batch in numbers(options.batch, "--batch")

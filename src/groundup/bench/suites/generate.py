@@ -11,9 +11,8 @@ for a device that the account does not know, CPUs among them, unless --hardware 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +20,14 @@ import torch
 from groundup.account import GPUS, gpu
 from groundup.account import parameters as parameter_counts
 from groundup.account.memory import kv_cache_bytes
-from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, at_least, numbers, words
+from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, at_least, numbers, shapes, words
 from groundup.bench.cells import Parameters
 from groundup.bench.check import hardware_of
 from groundup.bench.environment import environment
 from groundup.bench.harness import summary, time_steps
 from groundup.bench.sweep import resolve_device
-from groundup.config import ModelConfig, RunConfig, load_toml, size
+from groundup.config import ModelConfig
+from groundup.config.model import HOW
 from groundup.errors import UserError
 from groundup.generate.batch import RowCache, prefill, step
 from groundup.generate.cache import KVCache
@@ -36,24 +36,7 @@ from groundup.generate.engine import checked_tokens, inference, next_logits
 from groundup.model import TransformerLM
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16-weights": torch.bfloat16}
-SHAPE = (
-    "vocab_size",
-    "context_length",
-    "d_model",
-    "n_layers",
-    "n_heads",
-    "n_kv_heads",
-    "d_ff",
-    "rope_theta",
-    "norm_eps",
-    "tie_embeddings",
-    "norm",
-    "position",
-    "ffn",
-    "qk_norm",
-    "attention_softcap",
-    "logit_softcap",
-)
+SHAPE = tuple(field.name for field in fields(ModelConfig) if field.name not in HOW)
 
 
 @dataclass(frozen=True)
@@ -97,7 +80,7 @@ def cells(options: Options) -> list[Parameters]:
         words(options.compile, "--compile", ("no", "yes")), words(options.precision, "--precision", tuple(DTYPES))
     )
     for compiled, precision in outer:
-        for name, shape in _shapes(options).items():
+        for name, shape in shapes(options.size, options.config).items():
             for batch in numbers(options.batch, "--batch"):
                 for prompt in numbers(options.prompt, "--prompt"):
                     _check_room(name, shape, prompt + options.warmup + options.steps, options)
@@ -120,13 +103,6 @@ def cells(options: Options) -> list[Parameters]:
     return found
 
 
-def _shapes(options: Options) -> dict[str, ModelConfig]:
-    if options.config:
-        path = Path(options.config)
-        return {path.stem: load_toml(path, RunConfig).model.resolve()}
-    return {name: size(name).resolve() for name in (word.strip() for word in options.size.split(",")) if name}
-
-
 def _check_room(name: str, shape: ModelConfig, tokens: int, options: Options) -> None:
     if tokens > shape.context_length:
         most = shape.context_length - options.warmup - options.steps
@@ -143,9 +119,9 @@ class Subject:
     def __init__(self, parameters: Parameters, device: torch.device):
         precision = str(parameters["precision"])
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-        fields: dict[str, Any] = {name: parameters[name] for name in SHAPE}
+        given: dict[str, Any] = {name: parameters[name] for name in SHAPE}
         with torch.device(device):
-            model = TransformerLM(ModelConfig(**fields).resolve())
+            model = TransformerLM(ModelConfig(**given).resolve())
             model.init_weights(int(parameters["seed"]))
             shape = int(parameters["batch_size"]), int(parameters["prompt_tokens"])
             self.prompts: list[list[int]] = torch.randint(model.config.vocab_size, shape).tolist()

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, at_least, numbers, words
+from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, numbers, words
 from groundup.bench.cells import Parameters
 from groundup.bench.harness import allocated, memory_notes, summary, time_steps
-from groundup.bench.sweep import resolve_device
+from groundup.bench.sweep import repetitions
 from groundup.errors import UserError
 from groundup.kernels import linear_cross_entropy
 from groundup.model.loss import cross_entropy
@@ -50,9 +50,7 @@ class Options(SweepOptions):
 
 def cells(options: Options) -> list[Parameters]:
     """Every combination, the implementations of one shape next to each other."""
-    at_least(options.warmup, "--warmup", 1)
-    at_least(options.steps, "--steps", 1)
-    device = resolve_device(options.device)
+    last = repetitions(options)
     return [
         {
             "implementation": implementation,
@@ -60,10 +58,7 @@ def cells(options: Options) -> list[Parameters]:
             "tokens": tokens,
             "vocab_size": vocab,
             "hidden": hidden,
-            "warmup": options.warmup,
-            "steps": options.steps,
-            "seed": options.seed,
-            "device": device,
+            **last,
         }
         for precision in words(options.precision, "--precision", tuple(DTYPES))
         for tokens in numbers(options.tokens, "--tokens")

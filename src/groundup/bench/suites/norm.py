@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, at_least, numbers, words
+from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, numbers, words
 from groundup.bench.cells import Parameters
 from groundup.bench.harness import buffer_sets, on_side_stream, summary, time_kernel
-from groundup.bench.sweep import resolve_device
+from groundup.bench.sweep import repetitions
 from groundup.errors import UserError
 from groundup.model.layers import RMSNorm
 
@@ -48,19 +48,14 @@ class Options(SweepOptions):
 
 def cells(options: Options) -> list[Parameters]:
     """Every combination, the implementations of one shape next to each other."""
-    at_least(options.warmup, "--warmup", 1)
-    at_least(options.steps, "--steps", 1)
-    device = resolve_device(options.device)
+    last = repetitions(options)
     return [
         {
             "implementation": implementation,
             "precision": precision,
             "rows": rows,
             "hidden": hidden,
-            "warmup": options.warmup,
-            "steps": options.steps,
-            "seed": options.seed,
-            "device": device,
+            **last,
         }
         for precision in words(options.precision, "--precision", tuple(DTYPES))
         for rows in numbers(options.rows, "--rows")

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import torch
 
-from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, at_least, words
+from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, words
 from groundup.bench.cells import Parameters
 from groundup.bench.harness import memory_notes, summary, time_steps
-from groundup.bench.sweep import resolve_device
+from groundup.bench.sweep import repetitions
 from groundup.config import SIZES, size
 from groundup.model import TransformerLM
 from groundup.optim import AdamW
@@ -42,17 +42,12 @@ class Options(SweepOptions):
 
 def cells(options: Options) -> list[Parameters]:
     """Every combination, the implementations of one size next to each other."""
-    at_least(options.warmup, "--warmup", 1)
-    at_least(options.steps, "--steps", 1)
-    device = resolve_device(options.device)
+    last = repetitions(options)
     return [
         {
             "size": name,
             "implementation": implementation,
-            "warmup": options.warmup,
-            "steps": options.steps,
-            "seed": options.seed,
-            "device": device,
+            **last,
         }
         for name in words(options.size, "--size", tuple(SIZES))
         for implementation in words(options.implementation, "--implementation", IMPLEMENTATIONS)

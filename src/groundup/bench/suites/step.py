@@ -8,20 +8,19 @@ phase's peak is its own, and the optimizer's state exists as it does in any step
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, at_least, numbers, words
+from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, at_least, numbers, shapes, words
 from groundup.bench.cells import Parameters
 from groundup.bench.check import check_steps
 from groundup.bench.harness import Timing, allocated, memory_notes, summary, time_steps
 from groundup.bench.precision import PRECISIONS, dtype_name, use_precision
 from groundup.bench.sweep import resolve_device
-from groundup.config import ModelConfig, RunConfig, load_toml, size
+from groundup.config import ModelConfig
 from groundup.config.model import Attention, Kernels
 from groundup.model import TransformerLM, count_parameters
 from groundup.optim import AdamW, parameter_groups
@@ -80,7 +79,6 @@ def cells(options: Options) -> list[Parameters]:
     """Every combination; compile, precision and size are the outer loops."""
     at_least(options.steps, "--steps", 1)
     device = resolve_device(options.device)
-    shapes = _shapes(options)
     contexts, batches = numbers(options.context, "--context"), numbers(options.batch, "--batch")
     modes, grads = words(options.mode, "--mode", MODES), words(options.grad, "--grad", ("off", "on"))
     warmups = numbers(options.warmup, "--warmup", least=0)
@@ -105,7 +103,7 @@ def cells(options: Options) -> list[Parameters]:
         }
         for compiled in words(options.compile, "--compile", ("no", "model", "blocks"))
         for precision in words(options.precision, "--precision", PRECISIONS)
-        for name, shape in shapes.items()
+        for name, shape in shapes(options.size, options.config).items()
         for attention in words(options.attention, "--attention", get_args(Attention))
         for deterministic in words(options.deterministic, "--deterministic", ("yes", "no"))
         for kernels in words(options.kernels, "--kernels", get_args(Kernels))
@@ -116,14 +114,6 @@ def cells(options: Options) -> list[Parameters]:
         for context in contexts
         for warmup in warmups
     ]
-
-
-def _shapes(options: Options) -> dict[str, ModelConfig]:
-    if options.config:
-        path = Path(options.config)
-        return {path.stem: load_toml(path, RunConfig).model.resolve()}
-    names = [name.strip() for name in options.size.split(",") if name.strip()]
-    return {name: size(name).resolve() for name in names}
 
 
 def group(parameters: Parameters) -> object:
