@@ -147,12 +147,9 @@ def test_every_allocation_is_torchs(changes: dict[str, Any], monkeypatch: pytest
     assert [h for _, h in predicted] == pytest.approx([h for _, h in measured], rel=0, abs=HOST_SCALARS)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("changes", PEAKS)
-def test_peaks_of_forward_and_backward_are_torchs(changes: dict[str, Any], precision: str) -> None:
-    config = tiny(**changes)
-    model = real_model(config, precision)
-    ids = torch.randint(config.vocab_size, (3, config.context_length))
+def measured_peaks(model: TransformerLM, precision: str) -> tuple[int, int, int, int]:
+    """`peaks` of a forward and backward pass with gradients yet to be made."""
+    ids = torch.randint(model.config.vocab_size, (3, model.config.context_length))
 
     def step() -> torch.Tensor:
         with autocast(precision):
@@ -164,7 +161,15 @@ def test_peaks_of_forward_and_backward_are_torchs(changes: dict[str, Any], preci
 
     step()
     model.zero_grad()
-    measured = peaks(step)
+    return peaks(step)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("changes", PEAKS)
+def test_peaks_of_forward_and_backward_are_torchs(changes: dict[str, Any], precision: str) -> None:
+    config = tiny(**changes)
+    model = real_model(config, precision)
+    measured = measured_peaks(model, precision)
     predicted = predicted_peaks(config, Setting(3, 0, "forward-backward", precision))
     assert predicted == pytest.approx(measured, rel=0, abs=HOST_SCALARS)
 
@@ -191,19 +196,7 @@ def test_peaks_with_activation_checkpointing(every: int, precision: str) -> None
     """The host keeps the recomputation's frames, which a GPU's peak does not see."""
     config = tiny(d_model=64, context_length=128)
     model = real_model(replace(config, checkpoint_activations=every), precision)
-    ids = torch.randint(config.vocab_size, (3, config.context_length))
-
-    def step() -> torch.Tensor:
-        with autocast(precision):
-            loss = model(ids, ids)
-        with record_function("MARK"):
-            pass
-        loss.backward()
-        return loss
-
-    step()
-    model.zero_grad()
-    measured = peaks(step)
+    measured = measured_peaks(model, precision)
     setting = Setting(3, 0, "forward-backward", precision, checkpoint_every=every)
     host_state = 6000 * (config.n_layers // every + 3)
     assert predicted_peaks(config, setting) == pytest.approx(measured, rel=0, abs=host_state + HOST_SCALARS)

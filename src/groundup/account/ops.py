@@ -303,22 +303,14 @@ def amax(x: Tensor) -> Tensor:
     return result("amax", (*x.shape[:-1], 1), x.dtype, x)
 
 
-def sum_last(x: Tensor) -> Tensor:
-    """Sum over the last dimension, kept as 1; the gradient is a view that repeats."""
+def sum_to(x: Tensor, shape: Shape) -> Tensor:
+    """Sum over the dimensions that `shape` lacks or has as 1; the gradient is a view that repeats."""
 
     def backward(grad: Tensor) -> list[Tensor]:
         return [viewed(grad, x_shape)]
 
     x_shape = x.shape
-    return attach(result("sum", (*x.shape[:-1], 1), x.dtype, x), record("sum", [x], backward))
-
-
-def sum_all(x: Tensor, dtype: DType | None = None) -> Tensor:
-    def backward(grad: Tensor) -> list[Tensor]:
-        return [viewed(grad, x_shape)]
-
-    x_shape = x.shape
-    return attach(result("sum", (), dtype or x.dtype, x), record("sum", [x], backward))
+    return attach(result("sum", shape, x.dtype, x), record("sum", [x], backward))
 
 
 def mean_last(x: Tensor) -> Tensor:
@@ -335,7 +327,8 @@ def logsumexp(x: Tensor) -> Tensor:
     """log Σ exp over the last dimension; keeps x and the result, with full-size temporaries both ways."""
     kept = keep("logsumexp", [x], x)
     top = amax(x)
-    shifted = _exp_of_difference(x, top)
+    shifted = result("sub", x.shape, x.dtype, x, top)
+    x.tape.launch("exp", (shifted, shifted))  # in place
     out = result("sum", x.shape[:-1], x.dtype, shifted)
     del shifted
     kept += keep("logsumexp", [x], out)
@@ -347,13 +340,6 @@ def logsumexp(x: Tensor) -> Tensor:
         return [_times(viewed(grad, (*grad.shape, 1)), weight)]
 
     return attach(out, record("logsumexp", [x], backward))
-
-
-def _exp_of_difference(x: Tensor, top: Tensor) -> Tensor:
-    """x - top, then exp in place."""
-    out = result("sub", x.shape, x.dtype, x, top)
-    x.tape.launch("exp", (out, out))
-    return out
 
 
 # Gathers --------------------------------------------------------------------------------------------------------

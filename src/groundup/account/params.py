@@ -11,12 +11,6 @@ from dataclasses import replace
 from groundup.config import ModelConfig
 
 
-def norm_gains(config: ModelConfig) -> tuple[int, int]:
-    """Gains of all blocks, and of the final norm."""
-    block = 2 * config.d_model * (config.norm != "none") + 2 * config.d_head * config.qk_norm
-    return config.n_layers * block, config.d_model * (config.norm == "pre")
-
-
 def ungated(config: ModelConfig) -> ModelConfig:
     """The same shape with a feed-forward of two matrices at the same d_ff; `config` is resolved."""
     return replace(config, ffn="silu")
@@ -29,8 +23,9 @@ def parameters(config: ModelConfig) -> dict[str, int]:
     saves), non_embedding (total − embeddings − head, what scaling laws count), matrix (those that multiply every
     token: N of 6·N·D), total.
     """
-    inner, final = norm_gains(config)
     d, layers = config.d_model, config.n_layers
+    gains = 2 * d * (config.norm != "none") + 2 * config.d_head * config.qk_norm  # of a block
+    final = d * (config.norm == "pre")
     d_q, d_kv = config.n_heads * config.d_head, config.n_kv_heads * config.d_head
     table = {
         "embeddings": config.vocab_size * d,
@@ -39,7 +34,7 @@ def parameters(config: ModelConfig) -> dict[str, int]:
         "attention.v": layers * d * d_kv,
         "attention.output": layers * d_q * d,
         "ffn": layers * (3 if config.gated else 2) * d * config.d_ff,
-        "norms": inner + final,
+        "norms": layers * gains + final,
         "head": 0 if config.tie_embeddings else config.vocab_size * d,
     }
     total = sum(table.values())

@@ -198,7 +198,7 @@ def _softmax(x: Tensor) -> Tensor:
         wide = ops.at_least_float32(x)
         top = ops.clamp_min(ops.amax(wide.detach()))
         weight = ops.exp(ops.sub(wide, top))
-        return ops.cast(ops.div(weight, ops.clamp_min(ops.sum_last(weight))), x.dtype)
+        return ops.cast(ops.div(weight, ops.clamp_min(ops.sum_to(weight, (*weight.shape[:-1], 1)))), x.dtype)
 
 
 def _head(model: Model, x: Tensor, targets: Tensor | None) -> Tensor:
@@ -223,7 +223,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     chosen = ops.gather(wide, ops.result("clamp", targets.shape, "int64", targets))
     losses = ops.mul(ops.sub(ops.logsumexp(wide), chosen), valid)
     count = ops.clamp_min(ops.result("sum", (), "int64", valid))
-    return ops.div(ops.sum_all(losses), count)
+    return ops.div(ops.sum_to(losses, ()), count)
 
 
 class AdamW:

@@ -19,6 +19,7 @@ import heapq
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from math import prod
 from typing import Literal
 from weakref import ReferenceType, ref
@@ -106,7 +107,7 @@ class Node:
         tape = inputs[0].tape
         self.name, self.outputs, self.scope = name, outputs, tape.scope
         self.backward: Backward | None = backward
-        self.sequence = tape.next_sequence()
+        self.sequence = next(tape.sequence)
         self.edges = [Edge.to(t) for t in inputs]
 
 
@@ -217,7 +218,7 @@ class Tape:
         self._saved: list[ReferenceType[Saved]] = []
         self.packing: Frame | None = None
         self.refilled: Frame | None = None
-        self._sequence = 0
+        self.sequence = count()
         self.enter("init")
 
     # Memory -------------------------------------------------------------------------------------------------
@@ -287,10 +288,6 @@ class Tape:
             self._workspaces[thread] = Storage(self, self._workspace, "workspace", f"cublas.{thread}")
 
     # Autograd -------------------------------------------------------------------------------------------------
-
-    def next_sequence(self) -> int:
-        self._sequence += 1
-        return self._sequence
 
     def records(self, *inputs: Tensor) -> bool:
         """Whether an operation on these inputs becomes a node."""

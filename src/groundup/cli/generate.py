@@ -63,7 +63,9 @@ def main(argv: list[str], prog: str) -> int:
     settings["compiled"] = args.compile
     if args.prompts is not None:
         texts = generate_texts(model, tokenizer, prompts, **settings, on_slide=note)
-        _show(prompts, texts, args.json)
+        rows = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+        listed = "\n\n---\n\n".join(row["prompt"] + row["text"] for row in rows)
+        emit({"texts": rows}, listed, args.json, ensure_ascii=False)
         return 0
     pieces = generate_text(model, tokenizer, args.prompt, **settings, on_slide=note)
     print(args.prompt, end="", flush=True)
@@ -81,9 +83,3 @@ def _lines(path: Path) -> list[str]:
     if not lines:
         raise UserError(f"--prompts {path} is empty; give a prompt a line")
     return lines
-
-
-def _show(prompts: list[str], texts: list[str], json_path: str) -> None:
-    rows = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
-    text = "\n\n---\n\n".join(row["prompt"] + row["text"] for row in rows)
-    emit({"texts": rows}, text, json_path, ensure_ascii=False)

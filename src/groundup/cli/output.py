@@ -10,12 +10,6 @@ from groundup.errors import UserError
 from groundup.files import write_atomic
 
 
-def card(rows: Mapping[str, str]) -> str:
-    """Name and value in two columns."""
-    width = max(map(len, rows))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
-
-
 def emit(result: Mapping[str, Any], text: str, json_path: str, ensure_ascii: bool = True) -> None:
     """Print the text; `json_path` "-" prints `result` as JSON in its place, another path gets it as well."""
     document = json.dumps(result, indent=2, ensure_ascii=ensure_ascii)
@@ -25,8 +19,9 @@ def emit(result: Mapping[str, Any], text: str, json_path: str, ensure_ascii: boo
 
 
 def show(result: Mapping[str, Any], rows: Mapping[str, str], json_path: str) -> None:
-    """`emit` with a card as the text."""
-    emit(result, card(rows), json_path)
+    """`emit` with a card as the text: name and value in two columns."""
+    width = max(map(len, rows))
+    emit(result, "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items()), json_path)
 
 
 def note(message: str) -> None:
