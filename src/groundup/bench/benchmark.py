@@ -77,8 +77,6 @@ class Benchmark:
     """Options → the parameters of every cell, most important first. Raises UserError for impossible options."""
     run: Callable[[Parameters], Measurement]
     """Measures one cell, in a worker process."""
-    group: Callable[[Parameters], object]
-    """Cells of equal groups share one worker process."""
     columns: tuple[Column, ...]
     hidden: tuple[str, ...] = ()
     """Parameters that the table leaves out even where they vary."""
@@ -88,6 +86,8 @@ class Benchmark:
     """Metric on its vertical axis."""
     check: Callable[[list[Cell], Any], list[dict[str, Any]]] | None = None
     """Cells and options → rows of prediction beside measurement, for benchmarks that have predictions."""
+    group: Callable[[Parameters], object] = lambda parameters: "all"
+    """Cells of equal groups share one worker process."""
     seconds_per_cell: float = 30.0
     """A generous guess, for the time limit of a Slurm script."""
 

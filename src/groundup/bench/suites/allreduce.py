@@ -83,7 +83,6 @@ BENCHMARK = Benchmark(
     options=Options,
     cells=cells,
     run=run,
-    group=lambda parameters: "all",
     columns=(
         Column("all-reduce, ms", "time.all_reduce", "ms"),
         Column("bus GB/s", "bandwidth.bus", "GB/s"),

@@ -113,7 +113,6 @@ BENCHMARK = Benchmark(
     options=Options,
     cells=cells,
     run=run,
-    group=lambda parameters: "all",
     columns=(
         Column("step, ms", "time.step", "ms"),
         Column("communication, ms", "time.communication"),

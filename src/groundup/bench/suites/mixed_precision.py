@@ -106,7 +106,6 @@ BENCHMARK = Benchmark(
     options=Options,
     cells=cells,
     run=run,
-    group=lambda parameters: "all",
     columns=(
         Column("fp32 += fp32", "sum.fp32_of_fp32", "4 decimals"),
         Column("fp16 += fp16", "sum.fp16_of_fp16", "4 decimals"),

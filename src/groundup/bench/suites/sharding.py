@@ -32,7 +32,6 @@ BENCHMARK = Benchmark(
     options=Options,
     cells=cells,
     run=ddp.run,
-    group=lambda parameters: "all",
     columns=(
         Column("parameters, GiB", "memory.parameters", "GiB"),
         Column("gradients, GiB", "memory.gradients", "GiB"),
