@@ -156,7 +156,7 @@ def test_a_peer_that_is_not_installed_is_said_in_a_line():
     for name in ("norm", "loss"):
         (cell,) = tiny_cells(name, implementation="liger")
         assert cell["status"] != "ok"
-        assert "liger-kernel is not installed" in cell["message"]
+        assert "liger needs the package liger_kernel" in cell["message"]
 
 
 def test_bandwidth_is_bytes_over_time():

@@ -16,9 +16,9 @@ from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOption
 from groundup.bench.cells import Parameters
 from groundup.bench.harness import allocated, memory_notes, summary, time_steps
 from groundup.bench.sweep import repetitions
-from groundup.errors import UserError
 from groundup.kernels import linear_cross_entropy
 from groundup.model.loss import cross_entropy
+from groundup.tokenizer.optional import optional_package
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 IMPLEMENTATIONS = ("eager", "compiled", "chunked", "kernel", "liger")
@@ -75,11 +75,7 @@ def loss_function(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         return cross_entropy(x @ weight.T, targets)
 
     if name == "liger":
-        try:
-            from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # pyrefly: ignore[missing-import]
-        except ImportError:
-            raise UserError("liger-kernel is not installed; `pip install liger-kernel`, or leave liger out") from None
-        fused = LigerFusedLinearCrossEntropyLoss()
+        fused = optional_package("liger_kernel.transformers", "liger").LigerFusedLinearCrossEntropyLoss()
         return lambda x, weight, targets: fused(weight, x, targets)
     if name in ("chunked", "kernel"):
         return partial(linear_cross_entropy, backend="torch" if name == "chunked" else "triton")

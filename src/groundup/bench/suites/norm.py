@@ -16,8 +16,8 @@ from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOption
 from groundup.bench.cells import Parameters
 from groundup.bench.harness import buffer_sets, on_side_stream, summary, time_kernel
 from groundup.bench.sweep import repetitions
-from groundup.errors import UserError
 from groundup.model.layers import RMSNorm
+from groundup.tokenizer.optional import optional_package
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TORCH = ("eager", "compiled", "layer_norm", "rms_norm")
@@ -71,12 +71,9 @@ def norm_function(name: str, hidden: int, gain: nn.Parameter, bias: nn.Parameter
     if name == "rms_norm":
         return lambda x: nn.functional.rms_norm(x, (hidden,), gain, 1e-5)
     if name == "liger":
-        try:
-            from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # pyrefly: ignore[missing-import]
-        except ImportError:
-            raise UserError("liger-kernel is not installed; `pip install liger-kernel`, or leave liger out") from None
+        apply = optional_package("liger_kernel.ops.rms_norm", "liger").LigerRMSNormFunction.apply
         # In place it would write dx over dy, which a second backward pass needs.
-        return lambda x: LigerRMSNormFunction.apply(x, gain, 1e-5, 0.0, "llama", False)
+        return lambda x: apply(x, gain, 1e-5, 0.0, "llama", False)
     norm = RMSNorm(hidden, kernels="triton" if name == "kernel" else "reference")
     norm.weight = gain
     return torch.compile(norm, dynamic=False) if name == "compiled" else norm
