@@ -22,7 +22,7 @@ from groundup.errors import UserError, nearest_name
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """What every benchmark takes. Lists are separated by commas; every combination is one cell."""
+    """What every benchmark takes; the help describes a benchmark in the first line of its file."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to measure; auto: cuda where there is one."""

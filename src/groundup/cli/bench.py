@@ -75,12 +75,12 @@ def main(argv: list[str], prog: str) -> int:
         return _diff(parse(DiffArgs, rest, prog))
     if name == "check":
         return _check(parse(CheckArgs, rest, prog))
-    if name not in summaries():
-        raise UserError(
-            f'no benchmark "{name}"{nearest_name(name, summaries() | TOOLS)}; {prog.rsplit(" ", 1)[0]} --help'
-        )
+    known = summaries()
+    if name not in known:
+        raise UserError(f'no benchmark "{name}"{nearest_name(name, known | TOOLS)}; {prog.rsplit(" ", 1)[0]} --help')
     benchmark = find(name)
-    return _sweep(benchmark, parse(benchmark.options, rest, prog), rest)
+    about = f"{known[name]}.\n\nLists are separated by commas; every combination is one cell."
+    return _sweep(benchmark, parse(benchmark.options, rest, prog, about=about), rest)
 
 
 def _help(rows: dict[str, str], prog: str) -> str:

@@ -24,14 +24,17 @@ _RULE = re.compile(r"^[\s─\-]*$")
 _REGISTRY = ConstructorRegistry()
 
 
-def parse(kind: type[T], argv: Sequence[str], prog: str, default: T | None = None) -> T:
-    """`argv` as an instance of the dataclass `kind`. Raises UserError; `--help` prints and raises SystemExit(0)."""
+def parse(kind: type[T], argv: Sequence[str], prog: str, default: T | None = None, about: str | None = None) -> T:
+    """`argv` as an instance of the dataclass `kind`. Raises UserError; `--help` prints and raises SystemExit(0).
+
+    about: what the help says of the command; None: the docstring of `kind`.
+    """
     argv = _bare_json(argv)
     drawn = io.StringIO()
     base = tyro.MISSING_NONPROP if default is None else default
     try:
         with redirect_stderr(drawn):
-            return tyro.cli(kind, args=argv, prog=prog, default=base, registry=_REGISTRY)
+            return tyro.cli(kind, args=argv, prog=prog, description=about, default=base, registry=_REGISTRY)
     except SystemExit as stop:
         if not stop.code:
             raise

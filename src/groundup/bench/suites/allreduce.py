@@ -23,11 +23,6 @@ KIB = 1 << 10
 
 @dataclass(frozen=True)
 class Options(SweepOptions):
-    """All-reduce alone: time and bandwidth by size, number of processes and back-end.
-
-    Lists are separated by commas; every combination is one cell.
-    """
-
     kib: str = "512,1024,10240,102400,1048576"
     """Sizes of the tensor in KiB: 512 KiB to 1 GiB."""
     processes: str = ""

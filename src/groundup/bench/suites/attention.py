@@ -30,11 +30,6 @@ IMPLEMENTATIONS = ("eager", "compiled", *KERNELS, *SDPA, "flex")
 
 @dataclass(frozen=True)
 class Options(SweepOptions):
-    """Time and memory of attention over a grid of head widths and sequence lengths: plain, our kernels, their peers.
-
-    Lists are separated by commas; every combination is one cell.
-    """
-
     d: str = "16,32,64,128"
     """Widths of queries, keys and values."""
     context: str = "256,1024,4096,8192,16384"

@@ -47,11 +47,6 @@ class StepOptions(SweepOptions):
 
 @dataclass(frozen=True)
 class Options(StepOptions):
-    """Data parallelism: step time of every engine, and how much of its communication nothing hides.
-
-    Lists are separated by commas; every combination is one cell.
-    """
-
     engine: str = "none,naive,flat,overlap,bucketed,torch-ddp"
     """none, naive, flat, overlap, bucketed, zero1, fsdp, torch-ddp, torch-fsdp2."""
     bucket_mb: str = "1,10,100,1000"

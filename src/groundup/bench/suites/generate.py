@@ -41,11 +41,6 @@ SHAPE = tuple(field.name for field in fields(ModelConfig) if field.name not in H
 
 @dataclass(frozen=True)
 class Options(SweepOptions):
-    """Tokens a second of generation: the prefill of a prompt and the steps after it, beside the bandwidth bound.
-
-    Lists are separated by commas; every combination is one cell.
-    """
-
     size: str = "gpt2-124m"
     """Named sizes, e.g. tiny,stories-17m,gpt2-124m; a wrong name lists them all."""
     config: str = ""

@@ -26,11 +26,6 @@ IMPLEMENTATIONS = ("eager", "compiled", "chunked", "kernel", "liger")
 
 @dataclass(frozen=True)
 class Options(SweepOptions):
-    """Output head and cross entropy, forward and backward: time, and memory beyond both gradients.
-
-    Lists are separated by commas; every combination is one cell.
-    """
-
     implementation: str = "eager,compiled,chunked"
     """eager: this package's reference with full logits; compiled: the same under torch.compile; chunked, kernel:
     kernels.linear_cross_entropy in PyTorch, in Triton; liger: Liger's, where it is installed."""

@@ -20,8 +20,6 @@ PARTS = ("accumulation", "autocast-fp16", "autocast-bf16")
 
 @dataclass(frozen=True)
 class Options(SweepOptions):
-    """What half precision does to a sum, and which dtype each tensor of a toy model has under autocast."""
-
     part: str = ",".join(PARTS)
     """accumulation, autocast-fp16, autocast-bf16."""
 

@@ -26,11 +26,6 @@ IMPLEMENTATIONS = (*TORCH, "kernel", "liger")
 
 @dataclass(frozen=True)
 class Options(SweepOptions):
-    """RMSNorm against LayerNorm, forward and backward, as bandwidth.
-
-    Lists are separated by commas; every combination is one cell.
-    """
-
     implementation: str = ",".join(TORCH)
     """eager, compiled, kernel: this package's RMSNorm, plain, under torch.compile, in Triton; layer_norm: torch's
     LayerNorm; rms_norm: torch's F.rms_norm; liger: Liger's, where it is installed."""

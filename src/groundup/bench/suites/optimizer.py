@@ -25,11 +25,6 @@ SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weig
 
 @dataclass(frozen=True)
 class Options(SweepOptions):
-    """AdamW's update alone: ours against torch's fused and foreach, time and bandwidth.
-
-    Lists are separated by commas; every combination is one cell.
-    """
-
     size: str = "small,medium"
     """Named sizes whose parameter shapes are updated."""
     implementation: str = ",".join(IMPLEMENTATIONS)

@@ -13,11 +13,6 @@ from groundup.bench.suites import ddp
 
 @dataclass(frozen=True)
 class Options(ddp.StepOptions):
-    """Sharded training: a rank's memory by what holds it, and the step's time, with and without shards.
-
-    Lists are separated by commas; every combination is one cell.
-    """
-
     engine: str = "bucketed,zero1,fsdp,torch-fsdp2"
     """none, naive, flat, overlap, bucketed, zero1, fsdp, torch-ddp, torch-fsdp2."""
 

@@ -34,11 +34,6 @@ HOW = {"attention": "reference", "attention_deterministic": True, "kernels": "re
 
 @dataclass(frozen=True)
 class Options(SweepOptions):
-    """Time and memory of a model's forward pass, backward pass and training step.
-
-    Lists are separated by commas; every combination is one cell.
-    """
-
     size: str = "small"
     """Named sizes, e.g. small,medium,large,xl,2.7b; a wrong name lists them all."""
     config: str = ""

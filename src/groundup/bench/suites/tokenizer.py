@@ -35,11 +35,6 @@ MB = 1_000_000
 
 @dataclass(frozen=True)
 class Options(SweepOptions):
-    """The tokenizer: training, encoding, decoding, files, beside its peers.
-
-    Lists are separated by commas; every combination that exists is one cell.
-    """
-
     task: str = ",".join(TASKS)
     """train; encode (one string, first pass and warm, and decode); files (`groundup tokenize`)."""
     tool: str = "groundup"
