@@ -1,5 +1,9 @@
-"""Whole training runs in one process group, for test_runs.py."""
+"""Whole training runs in one process group, for test_runs.py and test_shards.py."""
 
+import errno
+import os
+import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
 from tiny_runs import VOCAB
 
 from groundup.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
+from groundup.errors import UserError
 from groundup.parallel import launch
 from groundup.parallel.processes import World, connect, disconnect, this_world
 from groundup.train import train
@@ -27,6 +33,8 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "muon": ({"optimizer": "zero1"}, {"name": "muon"}),
     "torch-ddp": ({"data": "torch-ddp"}, {}),
     "torch-fsdp2": ({"data": "torch-fsdp2"}, {}),
+    "dcp": ({"data": "torch-fsdp2", "checkpoint": "dcp"}, {}),
+    "dcp-bf16": ({"data": "torch-fsdp2", "checkpoint": "dcp"}, {"master_weights": True}),
     "bucketed-bf16": ({}, {"master_weights": True}),
     "zero1-bf16": ({"optimizer": "zero1", "bucket_mb": 0.02}, {"master_weights": True}),
     "fsdp-bf16": ({"data": "fsdp"}, {"master_weights": True}),
@@ -89,5 +97,56 @@ def go_on(tokens: Path, out: Path, engine: str) -> None:
     assert not train(config(tokens, engine), out / engine, resume=True).interrupted
 
 
-def spawned(world: int, function: Any, *arguments: Any) -> None:
-    launch.spawn(function, world, *arguments)
+def with_shards(tokens: Path, out: Path, pairs: Sequence[tuple[str, str]]) -> str:
+    """All that test_shards.py asks of one process group of two; returns how a save ended whose rank 1 had no room."""
+    torch.set_num_threads(1)
+    world = this_world()
+    connect(world, torch.device("cpu"), timeout=60)
+    for engine in ("torch-fsdp2", "dcp"):
+        assert not train(config(tokens, engine), out / engine).interrupted
+    take_over(world, out, out / "again", pairs)
+    for engine in ("torch-fsdp2", "dcp"):  # FSDP2 leaves an evaluation with some weights whole
+        wanted = config(tokens, engine)
+        best = replace(wanted, train=replace(wanted.train, eval_every=2, save_every=0, keep_best=True))
+        plain = replace(wanted, train=replace(wanted.train, eval_every=0, save_every=2))
+        assert not train(best, out / "best" / engine).interrupted
+        assert not train(plain, out / "plain" / engine).interrupted
+    if world.rank == 0:
+        for name in ("on", "full"):
+            shutil.copytree(out / "dcp", out / name / "dcp")
+            shutil.rmtree(out / name / "dcp" / "checkpoints" / "step-00000006")
+    torch.distributed.barrier()
+    assert not train(config(tokens, "dcp"), out / "on" / "dcp", resume=True).interrupted
+    real = dcp.FileSystemWriter.write_data
+    if world.rank == 1:
+        dcp.FileSystemWriter.write_data = _no_room  # type: ignore[method-assign]
+    try:
+        train(config(tokens, "dcp"), out / "full" / "dcp", resume=True)
+    except UserError as error:
+        return str(error)
+    finally:
+        dcp.FileSystemWriter.write_data = real
+        disconnect()
+    return "it did not end"
+
+
+def _no_room(self: Any, *arguments: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def killed_while_it_saves(tokens: Path, out: Path) -> None:
+    """Resume at step 3; rank 1 is gone when its weights of step 6 are on disk and its optimizer state is not."""
+    torch.set_num_threads(1)
+    real = dcp.FileSystemWriter.write_data
+
+    def write_and_die(self: Any, *arguments: Any) -> Any:
+        if "optimizer" in str(self.path) and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(self, *arguments)
+
+    dcp.FileSystemWriter.write_data = write_and_die  # type: ignore[method-assign]
+    train(config(tokens, "dcp"), out, resume=True)
+
+
+def spawned(world: int, function: Any, *arguments: Any) -> list[Any]:
+    return launch.spawn(function, world, *arguments)

@@ -21,6 +21,9 @@ class ParallelConfig:
     """Type in which gradients travel; auto: as they are (fsdp: as the master weights)."""
     prefetch: int = 1
     """fsdp: blocks gathered ahead of the one at work, 0 to 2."""
+    checkpoint: Literal["whole", "dcp"] = "whole"
+    """Format of checkpoints, any of which every engine and number of processes reads. whole: safetensors files, written
+    by rank 0. dcp: torch.distributed.checkpoint, each rank writing its own shards at once (torch-fsdp2 only)."""
     nvls: bool = False
     """Whether NCCL may use NVLink multicast (NCCL_NVLS_ENABLE), which not every driver and container allows."""
     start_timeout: float = 120.0
@@ -41,5 +44,10 @@ class ParallelConfig:
             raise UserError(
                 f'parallel.optimizer "zero1" goes with whole weights, not with parallel.data "{self.data}"; '
                 'use "bucketed", or leave the optimizer "whole" (fsdp shards its state anyway)'
+            )
+        if self.checkpoint == "dcp" and self.data != "torch-fsdp2":
+            raise UserError(
+                f'parallel.checkpoint "dcp" writes the shards of parallel.data "torch-fsdp2"; "{self.data}" has none '
+                'of that kind: leave it "whole"'
             )
         return self

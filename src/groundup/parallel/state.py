@@ -32,6 +32,8 @@ def whole_state(
     engine: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = True
 ) -> dict[str, Tensor]:
     """`exp_avg.layers.0.…` → the optimizer's state on the CPU, counts as int64, on ranks with `keep`; a collective."""
+    if isinstance(engine, TorchFSDP2):
+        engine.take_shards()
     names = {p: name for name, p in model.named_parameters()}
     if isinstance(engine, FSDP):
         pieces = {piece for unit in engine.units for piece in unit.pieces}

@@ -108,6 +108,10 @@ class TorchFSDP2(DataParallel):
         norm = clip_grad_norm(self.params, max_norm) if local else torch.zeros(())
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
+    def take_shards(self) -> None:
+        """Hold shards only: FSDP2 keeps the root's weights whole after an evaluation, until the next backward."""
+        self.root.reshard()
+
     def full_parameters(self, keep: bool = True) -> Iterator[tuple[str, Tensor]]:
         """(name, whole parameter on the CPU) of every parameter; a collective."""
         for name, p in self.module.named_parameters():
@@ -123,7 +127,9 @@ class TorchFSDP2(DataParallel):
 
 
 def like(p: Tensor, whole: Tensor) -> Tensor:
-    """`whole` on p's device, distributed as p is."""
+    """`whole` on p's device, distributed as p is; what is distributed already stays as it is."""
+    if isinstance(whole, DTensor):
+        return whole
     if not isinstance(p, DTensor):
         return whole.to(p.device)
     return distribute_tensor(whole.to(p.device), p.device_mesh, p.placements, src_data_rank=None)

@@ -1,9 +1,12 @@
 """Checkpoints on disk: checkpoints/step-NNNNNNNN/{model.safetensors, optimizer.safetensors, state.json}.
 
+Under parallel.checkpoint = "dcp" the directories model.dcp and optimizer.dcp hold the same tensors as shards, one file
+a rank (parallel/shards.py), and every rank adds the checksums of its own files.
+
 checkpoints/best is a symbolic link to the one with the lowest validation loss, where a run keeps it.
 
 A checkpoint is written aside, flushed, and takes its name by one rename; state.json is written last and holds size and
-SHA-256 of the other two. So a name that looks like a checkpoint either is complete or was damaged later, and reading
+SHA-256 of the others. So a name that looks like a checkpoint either is complete or was damaged later, and reading
 tells the two apart: what does not match is skipped with one line, and the newest complete one is taken. Tensors are
 whole and carry the parameters' names, whatever the world size that wrote them.
 
@@ -16,7 +19,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,8 @@ from torch import Tensor
 
 from groundup.errors import UserError
 from groundup.files import directory_written_aside, fsync_path
+from groundup.parallel.shards import write_shards
+from groundup.train.world import World
 
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
@@ -48,6 +54,11 @@ class Checkpoint:
     path: Path
     step: int
     state: dict[str, Any]
+
+    def tensors(self, name: str) -> Path:
+        """Where MODEL or OPTIMIZER lies: a file of whole tensors, or a directory of shards."""
+        shards = self.path / _shards_of(name)
+        return shards if shards.is_dir() else self.path / name
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
@@ -73,16 +84,78 @@ def save_checkpoint(
     After an error nothing of the new checkpoint is left and the ones before it are untouched.
     """
     target = checkpoint_path(directory, step)
+    with _saving(target), directory_written_aside(target) as aside:
+        # The format entry is what Hugging Face's loaders ask for.
+        save_file(weights, aside / MODEL, metadata={"format": "pt"})
+        save_file(optimizer, aside / OPTIMIZER, metadata={"format": "pt"})
+        _write_state(aside, step, facts, {name: _size_and_checksum(aside / name) for name in (MODEL, OPTIMIZER)})
+        for name in (MODEL, OPTIMIZER):
+            shutil.copymode(aside / STATE, aside / name)  # safetensors makes them private whatever the umask
+
+
+def save_shards(
+    world: World,
+    directory: Path,
+    step: int,
+    weights: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor],
+    facts: dict[str, Any],
+) -> None:
+    """save_checkpoint, with each rank writing its own parts of the tensors; a collective.
+
+    Rank 0 makes the directory aside and renames it when all have written, so a rank that dies leaves no checkpoint.
+    """
+    target = checkpoint_path(directory, step)
+    with ExitStack() as stack, _saving(target):
+
+        def begin() -> Path:
+            with _saving(target):
+                return stack.enter_context(directory_written_aside(target))
+
+        def finish() -> None:
+            with _saving(target):
+                _write_state(aside, step, facts, {name: entry for part in parts for name, entry in part.items()})
+                stack.close()
+
+        aside = world.on_rank_zero(begin)
+        unseen = [rank for rank, there in enumerate(world.gather(aside.is_dir())) if not there]
+        if unseen:
+            raise UserError(
+                f"rank {unseen[0]} does not see {aside}, where rank 0 writes: for parallel.checkpoint dcp the run's "
+                "directory must lie on a file system that all machines share"
+            )
+        for name, tensors in ((MODEL, weights), (OPTIMIZER, optimizer)):
+            write_shards(tensors, aside / _shards_of(name))
+        files = [path for path in sorted(aside.glob("*/*")) if _writer(path, world.size) == world.rank]
+        parts = world.gather({str(path.relative_to(aside)): _size_and_checksum(path) for path in files})
+        world.on_rank_zero(finish)
+
+
+def _shards_of(name: str) -> str:
+    return f"{_part(name)}.dcp"
+
+
+def _part(name: str) -> str:
+    """What a file of a checkpoint belongs to: model or optimizer."""
+    return name.partition(".")[0]
+
+
+def _writer(path: Path, world_size: int) -> int:
+    """The rank that reads a file of shards for its checksum: the one that has just written it."""
+    named = re.match(r"__(\d+)_", path.name)
+    return int(named[1]) % world_size if named else 0
+
+
+def _write_state(aside: Path, step: int, facts: dict[str, Any], files: dict[str, Any]) -> None:
+    state = {"step": step, **facts, "files": files}
+    (aside / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _saving(target: Path) -> Generator[None]:
+    """The disk's refusal as one line."""
     try:
-        with directory_written_aside(target) as aside:
-            # The format entry is what Hugging Face's loaders ask for.
-            save_file(weights, aside / MODEL, metadata={"format": "pt"})
-            save_file(optimizer, aside / OPTIMIZER, metadata={"format": "pt"})
-            files = {name: _size_and_checksum(aside / name) for name in (MODEL, OPTIMIZER)}
-            state = {"step": step, **facts, "files": files}
-            (aside / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
-            for name in (MODEL, OPTIMIZER):
-                shutil.copymode(aside / STATE, aside / name)  # safetensors makes them private whatever the umask
+        yield
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UserError(
@@ -91,14 +164,16 @@ def save_checkpoint(
 
 
 def read_checkpoint(path: Path, contents: Iterable[str] = (MODEL, OPTIMIZER)) -> Checkpoint:
-    """Check a checkpoint: sizes of both files, checksums of `contents`. Raises IncompleteError with the reason."""
+    """Check a checkpoint: sizes of all files, checksums of `contents`. Raises IncompleteError with the reason."""
     try:
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        step, files = int(state["step"]), state["files"]
-        expected = {name: (files[name]["bytes"], files[name]["sha256"]) for name in (MODEL, OPTIMIZER)}
+        step = int(state["step"])
+        expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in state["files"].items()}
+        if not {_part(MODEL), _part(OPTIMIZER)} <= {_part(name) for name in expected}:
+            raise KeyError(MODEL, OPTIMIZER)
     except FileNotFoundError:
         raise IncompleteError(f"it has no {STATE}") from None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise IncompleteError(f"its {STATE} is not readable") from None
     for name, (size, _) in expected.items():
         if not (path / name).is_file():
@@ -106,7 +181,8 @@ def read_checkpoint(path: Path, contents: Iterable[str] = (MODEL, OPTIMIZER)) ->
         found = (path / name).stat().st_size
         if found != size:
             raise IncompleteError(f"{name} has {found:,} bytes, not {size:,}")
-    for name in contents:
+    wanted = {_part(name) for name in contents}
+    for name in (name for name in expected if _part(name) in wanted):
         try:
             found = _size_and_checksum(path / name)
         except OSError as error:  # a bad disk, or the run deleted it just now

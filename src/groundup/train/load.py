@@ -48,7 +48,7 @@ def load_run(
     checkpoint = _find(run, step, note)
     tokenizer = run.load_tokenizer()
     model = TransformerLM(config.model)
-    load_model(model, checkpoint.path / MODEL)
+    load_model(model, checkpoint.tensors(MODEL))
     return model.to(choose_device(device or "auto")).eval(), tokenizer, config, checkpoint.step
 
 

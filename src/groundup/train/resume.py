@@ -19,7 +19,9 @@ from groundup import __version__
 from groundup.config import RunConfig
 from groundup.errors import UserError
 from groundup.model import TransformerLM
+from groundup.parallel.shards import Shards, load_own, own_tensors
 from groundup.parallel.state import load_state, load_weights, local_bytes, whole_state, whole_weights
+from groundup.parallel.torch_engines import TorchFSDP2
 from groundup.rows import Row
 from groundup.train.checkpoint import (
     MODEL,
@@ -29,6 +31,7 @@ from groundup.train.checkpoint import (
     newest_complete,
     prune_checkpoints,
     save_checkpoint,
+    save_shards,
 )
 from groundup.train.job import Job
 from groundup.train.metrics import cut_back
@@ -82,17 +85,25 @@ def save(job: Job, run: RunDirectory, step: int, extra: Mapping[str, Stateful]) 
         "config": {name: value for name, value in flat_fields(job.config).items() if name != "data.path"},
         "versions": _versions(),
     }
+    train = job.config.train
+
+    def prune() -> None:
+        prune_checkpoints(run.checkpoints, step, train.keep_last, train.keep_every)
+
+    if job.config.parallel.checkpoint == "dcp" and isinstance(job.engine, TorchFSDP2):
+        save_shards(job.world, run.checkpoints, step, *own_tensors(job.engine, job.model, job.optimizer), facts)
+        job.world.on_rank_zero(prune)
+        return
     writes = job.world.rank == 0
     if job.is_sharded and job.engine is not None:
         weights = whole_weights(job.engine, job.model, writes)
         optimizer = whole_state(job.engine, job.model, job.optimizer, writes)
     elif writes:
         weights, optimizer = model_tensors(job.model), optimizer_tensors(job.model, job.optimizer)
-    train = job.config.train
 
     def write() -> None:
         save_checkpoint(run.checkpoints, step, weights, optimizer, facts)
-        prune_checkpoints(run.checkpoints, step, train.keep_last, train.keep_every)
+        prune()
 
     job.world.on_rank_zero(write)
 
@@ -142,10 +153,10 @@ def _restore(
     _check_data(job, state["data"], checkpoint, run, note, allow_changed_data)
     refuse_edits(state["config"], job.config, run.path)
     if job.is_sharded:
-        _load_parts(job, checkpoint.path)
+        _load_parts(job, checkpoint)
     else:
-        load_model(job.model, checkpoint.path / MODEL)
-        load_optimizer(job.model, job.optimizer, checkpoint.path / OPTIMIZER)
+        load_model(job.model, checkpoint.tensors(MODEL))
+        load_optimizer(job.model, job.optimizer, checkpoint.tensors(OPTIMIZER))
     for name, part in extra.items():
         if name in state.get("extra", {}):  # a checkpoint older than the part has none
             part.load_state_dict(state["extra"][name])
@@ -161,14 +172,25 @@ def _restore(
     note(f"going on from {checkpoint.path}")
 
 
-def _load_parts(job: Job, path: Path) -> None:
-    """Each rank reads its own parts of the mapped files. Raises UserError as load_model does."""
+def _load_parts(job: Job, checkpoint: Checkpoint) -> None:
+    """Each rank reads its own parts of the mapped files or shards. Raises UserError as load_model does."""
     assert job.engine is not None
-    with safe_open(path / MODEL, framework="pt") as weights, safe_open(path / OPTIMIZER, framework="pt") as state:
-        with torch.device("meta"):
-            expected = TransformerLM(job.config.model).state_dict()
+    path, state_path = checkpoint.tensors(MODEL), checkpoint.tensors(OPTIMIZER)
+    with torch.device("meta"):
+        expected = {name: tensor.shape for name, tensor in TransformerLM(job.config.model).state_dict().items()}
+    if path.is_dir():
+        weights, state = Shards(path), Shards(state_path)
+        saved = {name: torch.empty(weights.shape(name), device="meta") for name in weights.keys()}  # noqa: SIM118
+        check_tensors(expected, saved, path)
+        if isinstance(job.engine, TorchFSDP2):
+            load_own(job.engine, job.model, job.optimizer, weights, state)
+            return
+        load_weights(job.engine, job.model, weights.get_tensor)
+        load_state(job.engine, job.model, job.optimizer, state.keys(), state.get_tensor)
+        return
+    with safe_open(path, framework="pt") as weights, safe_open(state_path, framework="pt") as state:
         saved = {name: torch.empty(weights.get_slice(name).get_shape(), device="meta") for name in weights.keys()}  # noqa: SIM118
-        check_tensors({name: tensor.shape for name, tensor in expected.items()}, saved, path / MODEL)
+        check_tensors(expected, saved, path)
         load_weights(job.engine, job.model, weights.get_tensor)
         load_state(job.engine, job.model, job.optimizer, state.keys(), state.get_tensor)
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from groundup.errors import UserError
+from groundup.parallel.shards import Shards
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -26,16 +27,24 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     return tensors
 
 
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Name → tensor of a safetensors file, or whole ones of a directory of shards."""
+    if not path.is_dir():
+        return load_file(path)
+    shards = Shards(path)
+    return shards.whole(shards.keys())
+
+
 def load_model(model: nn.Module, path: Path) -> None:
     """Copy the weights of a file into the model. Raises UserError naming the first tensor that differs."""
-    saved = load_file(path)
+    saved = read_tensors(path)
     check_tensors({name: tensor.shape for name, tensor in model.state_dict().items()}, saved, path)
     model.load_state_dict(saved)
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
     """Give every parameter the state it had when the file was written. Raises UserError as load_model does."""
-    saved = load_file(path)
+    saved = read_tensors(path)
     parameters = dict(model.named_parameters())
     # Which states there are is the optimizer's matter, by group; that a group's parameters all have them is checked.
     names = {parameter: name for name, parameter in parameters.items()}
