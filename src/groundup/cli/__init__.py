@@ -108,15 +108,19 @@ def _help(commands: dict[str, tuple[str, str]]) -> str:
     rows = {name: text for name, (_, text) in commands.items()}
     if len({name.split()[0] for name in commands}) > 1:
         rows = {name.split()[0]: GROUPS.get(name.split()[0], text) for name, text in rows.items()}
-    width = max(map(len, rows)) + 3
-    table = "\n".join(f"  {name:<{width}}{text}" for name, text in rows.items())
     return (
         "groundup: language models from the ground up\n\n"
         "usage: groundup COMMAND [OPTIONS]\n\n"
-        f"{table}\n\n"
+        f"{listing(rows)}\n\n"
         "groundup COMMAND --help   says what a command takes\n"
         "groundup --version        prints the version"
     )
+
+
+def listing(rows: dict[str, str]) -> str:
+    """Names and what is said of them, a row each."""
+    width = max(map(len, rows)) + 3
+    return "\n".join(f"  {name:<{width}}{text}" for name, text in rows.items())
 
 
 def _show_warning(

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import arg
 
+from groundup.cli import listing
 from groundup.cli.output import emit
 from groundup.cli.parse import parse
 from groundup.config import ModelConfig, RunConfig, load_toml, size
@@ -87,7 +88,8 @@ COMMANDS: dict[str, type[ParamsArgs]] = {
 
 def main(argv: Sequence[str], prog: str) -> int:
     if not argv or argv[0] in ("-h", "--help"):
-        print(_help(prog))
+        rows = listing({name: (kind.__doc__ or "").strip() for name, kind in COMMANDS.items()})
+        print(f"usage: {prog} COMMAND [OPTIONS]\n\nPredictions from the configuration alone.\n\n{rows}")
         return 0
     if argv[0] not in COMMANDS:
         raise UserError(f'no command "account {argv[0]}"{nearest_name(argv[0], COMMANDS)}; {prog} --help lists them')
@@ -95,11 +97,6 @@ def main(argv: Sequence[str], prog: str) -> int:
     report = _report(args)
     emit(report.document, report.text(args.explain), args.json)
     return 0
-
-
-def _help(prog: str) -> str:
-    rows = "\n".join(f"  {name:<12}{(kind.__doc__ or '').strip()}" for name, kind in COMMANDS.items())
-    return f"usage: {prog} COMMAND [OPTIONS]\n\nPredictions from the configuration alone.\n\n{rows}"
 
 
 def _config(args: ParamsArgs) -> ModelConfig:

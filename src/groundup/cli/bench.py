@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
+from groundup.cli import listing
 from groundup.cli.output import emit, note
 from groundup.cli.parse import parse
 from groundup.errors import UserError, nearest_name
@@ -65,8 +66,10 @@ class CheckArgs:
 def main(argv: list[str], prog: str) -> int:
     from groundup.bench.benchmark import find, summaries
 
+    known = summaries()
     if not argv or argv[0] in ("-h", "--help"):
-        print(_help(summaries() | TOOLS, prog))
+        rows = listing(known | TOOLS)
+        print(f"usage: {prog} NAME [OPTIONS]\n\n{rows}\n\n{prog} NAME --help says what each takes")
         return 0
     name, rest, prog = argv[0], argv[1:], f"{prog} {argv[0]}"
     if name == "table":
@@ -75,18 +78,11 @@ def main(argv: list[str], prog: str) -> int:
         return _diff(parse(DiffArgs, rest, prog))
     if name == "check":
         return _check(parse(CheckArgs, rest, prog))
-    known = summaries()
     if name not in known:
         raise UserError(f'no benchmark "{name}"{nearest_name(name, known | TOOLS)}; {prog.rsplit(" ", 1)[0]} --help')
     benchmark = find(name)
     about = f"{known[name]}.\n\nLists are separated by commas; every combination is one cell."
     return _sweep(benchmark, parse(benchmark.options, rest, prog, about=about), rest)
-
-
-def _help(rows: dict[str, str], prog: str) -> str:
-    width = max(map(len, rows)) + 3
-    listed = "\n".join(f"  {name:<{width}}{text}" for name, text in rows.items())
-    return f"usage: {prog} NAME [OPTIONS]\n\n{listed}\n\n{prog} NAME --help says what each takes"
 
 
 def _sweep(benchmark: Any, options: Any, argv: list[str]) -> int:

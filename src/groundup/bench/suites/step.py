@@ -268,10 +268,6 @@ def count_flops(subject: Subject, parameters: Parameters) -> dict[str, int]:
     return {"flops.forward": forward, "flops.backward": counter.get_total_flops() - forward}
 
 
-def _check(measured: list, options: Options) -> list[dict[str, Any]]:
-    return check_steps(measured, model_config, options.hardware)
-
-
 BENCHMARK = Benchmark(
     module=__name__,
     options=Options,
@@ -291,6 +287,6 @@ BENCHMARK = Benchmark(
     hidden=SHAPE + VARIANT,
     plot_x="context_length",
     plot_y="time.step",
-    check=_check,
+    check=lambda measured, options: check_steps(measured, model_config, options.hardware),
     seconds_per_cell=60.0,
 )
