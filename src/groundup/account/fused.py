@@ -134,7 +134,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor) -> Tensor:
     d_weight = tape.empty(weight.shape, "fp32", "dw") if needed else None
     chunk = chunk_rows(rows, vocab, width, ITEMSIZE[dtype])
     for first in range(0, rows, chunk):
-        _loss_chunk(x, head, losses, d_x, d_weight, min(chunk, rows - first))
+        _loss_chunk(x, head, d_x, d_weight, min(chunk, rows - first))
     del head
     loss = result("sum", (), "fp32", losses)
     if d_x is None or d_weight is None:
@@ -154,9 +154,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor) -> Tensor:
     return attach(loss, record("loss", [x, weight], backward))
 
 
-def _loss_chunk(
-    x: Tensor, head: Tensor, losses: Tensor, d_x: Tensor | None, d_weight: Tensor | None, rows: int
-) -> None:
+def _loss_chunk(x: Tensor, head: Tensor, d_x: Tensor | None, d_weight: Tensor | None, rows: int) -> None:
     """A chunk's logits, which become their own gradient in place, and what they add to both gradients."""
     tape, (vocab, width) = x.tape, head.shape
     part = Tensor((rows, width), x.dtype, x.storage)

@@ -186,11 +186,11 @@ def memory_report(config: ModelConfig, setting: Setting) -> Report:
     )
     tables = [Table(title, ("figure", "GiB", "GB", "what it is"), rows)]
     if step.saved:
-        tables += [_layers_table(config, step), _saved_table(step)]
+        tables += [_layers_table(step), _saved_table(step)]
     return Report(document, tables, explain_memory(config, step, table))
 
 
-def _layers_table(config: ModelConfig, step: Step) -> Table:
+def _layers_table(step: Step) -> Table:
     """Activations by part of the model; equal blocks share a row."""
     sums: dict[str, int] = {}
     for t in step.saved:
