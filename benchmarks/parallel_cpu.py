@@ -2,10 +2,11 @@
 
     python benchmarks/parallel_cpu.py OUT TRAIN_TEXT VALID_TEXT [--steps 200] [--json FILE]
 
-A byte-level BPE of 2,048 tokens learnt from the second text, a model of 4 × 128, 16 windows of 128 tokens a step: two processes with 8 each, or one
-process with two micro-batches of 8. Every run reads the same windows in the same order. The rows say how
-far losses and final weights are from those of one process (0: the same bits) and how long the run took, start of the
-processes included. PyTorch computes with one thread a process. The commands are `groundup`'s own, as a user types them.
+A byte-level BPE of 2,048 tokens learnt from the second text, a model of 4 × 128, 16 windows of 128 tokens a step: two
+processes with 8 each, or one process with two micro-batches of 8. Every run reads the same windows in the same order.
+The rows say how far losses and final weights are from those of one process (0: the same bits) and how long the run
+took, start of the processes included. PyTorch computes with one thread a process. The commands are `groundup`'s own, as
+a user types them.
 """
 
 import argparse

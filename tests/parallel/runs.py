@@ -105,16 +105,20 @@ def with_shards(tokens: Path, out: Path, pairs: Sequence[tuple[str, str]]) -> No
     for engine in ("torch-fsdp2", "dcp"):
         assert not train(config(tokens, engine), out / engine).interrupted
     take_over(world, out, out / "again", pairs)
-    for engine in ("torch-fsdp2", "dcp"):  # FSDP2 leaves an evaluation with some weights whole
-        wanted = config(tokens, engine)
-        best = replace(wanted, train=replace(wanted.train, eval_every=2, save_every=0, keep_best=True))
-        plain = replace(wanted, train=replace(wanted.train, eval_every=0, save_every=2))
-        assert not train(best, out / "best" / engine).interrupted
-        assert not train(plain, out / "plain" / engine).interrupted
+    wanted = config(tokens, "dcp")  # FSDP2 leaves an evaluation with some weights whole
+    best = replace(wanted, train=replace(wanted.train, steps=3, eval_every=2, save_every=0, keep_best=True))
+    plain = replace(wanted, train=replace(wanted.train, steps=3, eval_every=0, save_every=2))
+    for name, changed in (("best", best), ("plain", plain)):
+        assert not train(changed, out / name).interrupted
     if world.rank == 0:
         for name in ("on", "full", "killed"):
             shutil.copytree(out / "dcp", out / name / "dcp")
-            shutil.rmtree(out / name / "dcp" / "checkpoints" / "step-00000006")
+            newest = out / name / "dcp" / "checkpoints" / "step-00000006"
+            if name == "on":  # of the files that rank 1 reads for its checksum
+                shards = newest / "optimizer.dcp" / "__1_0.distcp"
+                shards.write_bytes(bytes(shards.stat().st_size))
+            else:
+                shutil.rmtree(newest)
     torch.distributed.barrier()
     assert not train(config(tokens, "dcp"), out / "on" / "dcp", resume=True).interrupted
     real = dcp.FileSystemWriter.write_data

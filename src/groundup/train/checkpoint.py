@@ -41,6 +41,8 @@ STATE = "state.json"
 BEST = "best"
 MARGIN = 64 << 20
 """Bytes that must stay free beside a new checkpoint: rows, logs, and the file system's own."""
+ALONE = World(0, 1)
+"""One process, which asks nobody."""
 
 
 class IncompleteError(Exception):
@@ -163,8 +165,12 @@ def _saving(target: Path) -> Generator[None]:
         ) from None
 
 
-def read_checkpoint(path: Path, contents: Iterable[str] = (MODEL, OPTIMIZER)) -> Checkpoint:
-    """Check a checkpoint: sizes of all files, checksums of `contents`. Raises IncompleteError with the reason."""
+def read_checkpoint(
+    path: Path, contents: Iterable[str] = (MODEL, OPTIMIZER), rank: int = 0, world_size: int = 1
+) -> Checkpoint:
+    """Check a checkpoint: sizes of all files, checksums of this rank's share of `contents`. Raises IncompleteError with
+    the reason.
+    """
     try:
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
         step = int(state["step"])
@@ -182,7 +188,7 @@ def read_checkpoint(path: Path, contents: Iterable[str] = (MODEL, OPTIMIZER)) ->
         if found != size:
             raise IncompleteError(f"{name} has {found:,} bytes, not {size:,}")
     wanted = {_part(name) for name in contents}
-    for name in (name for name in expected if _part(name) in wanted):
+    for name in [name for name in expected if _part(name) in wanted][rank::world_size]:
         try:
             found = _size_and_checksum(path / name)
         except OSError as error:  # a bad disk, or the run deleted it just now
@@ -193,15 +199,26 @@ def read_checkpoint(path: Path, contents: Iterable[str] = (MODEL, OPTIMIZER)) ->
 
 
 def newest_complete(
-    directory: Path, note: Callable[[str], None], contents: Iterable[str] = (MODEL, OPTIMIZER)
+    directory: Path,
+    note: Callable[[str], None],
+    contents: Iterable[str] = (MODEL, OPTIMIZER),
+    world: World = ALONE,
 ) -> Checkpoint | None:
-    """The complete checkpoint of the highest step; `note` gets a line for each newer one that is skipped."""
-    for step in reversed(checkpoint_steps(directory)):
+    """The complete checkpoint of the highest step; `note` gets a line for each newer one that is skipped.
+
+    A collective of `world`, whose ranks deal out the reading for checksums.
+    """
+    for step in reversed(world.on_rank_zero(lambda: checkpoint_steps(directory))):
         path = checkpoint_path(directory, step)
+        found, reason = None, ""
         try:
-            return read_checkpoint(path, contents)
+            found = read_checkpoint(path, contents, world.rank, world.size)
         except IncompleteError as error:
-            note(f"skipped {path}: {error}")
+            reason = str(error)
+        reason = next(filter(None, world.gather(reason)), "")
+        if not reason:
+            return found
+        note(f"skipped {path}: {reason}")
     return None
 
 

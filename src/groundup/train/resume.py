@@ -121,7 +121,7 @@ def start(
     `allow_changed_data`: go on with token files that are not the ones of before, if the tokenizer is.
     """
     world = job.world
-    checkpoint = world.on_rank_zero(lambda: newest_complete(run.checkpoints, note) if resume else None)
+    checkpoint = newest_complete(run.checkpoints, note, world=world) if resume else None
     if checkpoint is None:
         if resume:
             note(f"{run.path} has no complete checkpoint; starting at step 0")
