@@ -16,6 +16,7 @@ from runs import config, go_on, reload_all, spawned, train_all
 from safetensors.torch import load_file
 from tiny_runs import read_metrics, write_tokens
 
+from groundup.cli import main
 from groundup.errors import UserError
 from groundup.train import train
 from groundup.train.resume import at_world_size
@@ -110,6 +111,14 @@ def test_one_process_goes_on_and_ends_like_two(pairs_of_runs, tokens, tmp_path, 
     shutil.rmtree(tmp_path / engine / "checkpoints" / "step-00000006")
     go_on(tokens, tmp_path, engine)
     compare(tmp_path / engine, two / engine, 3e-6)
+
+
+def test_the_command_line_goes_on_with_another_number_of_processes(pairs_of_runs, tmp_path, capsys):
+    two, _ = pairs_of_runs
+    shutil.copytree(two / "bucketed", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
+    assert main(["train", "--out", str(tmp_path / "run"), "--resume"]) == 0, capsys.readouterr().err
+    compare(tmp_path / "run", two / "bucketed", 3e-6)
 
 
 @pytest.mark.slow

@@ -149,7 +149,8 @@ def _begun(config: RunConfig, out: Path, resume: bool, world_size: int) -> tuple
         raise UserError(f"{out} is a file; --out names the run's directory")
     if run.config.exists():
         saved = at_world_size(run.load_config(), world_size)
-        refuse_changes(saved, config, run.path)
+        # The command line gives the saved configuration back: its batch is that of the processes of before.
+        refuse_changes(saved, at_world_size(config, world_size), run.path)
         config = replace(saved, parallel=config.parallel)
     check_packages(config.train.sinks)
     return out, config
