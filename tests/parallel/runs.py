@@ -38,6 +38,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bucketed-bf16": ({}, {"master_weights": True}),
     "zero1-bf16": ({"optimizer": "zero1", "bucket_mb": 0.02}, {"master_weights": True}),
     "fsdp-bf16": ({"data": "fsdp"}, {"master_weights": True}),
+    "torch-fsdp2-bf16": ({"data": "torch-fsdp2"}, {"master_weights": True}),
     "zero1-fp16": ({"optimizer": "zero1", "bucket_mb": 0.02}, {}),
     "fsdp-fp16": ({"data": "fsdp"}, {}),
     "bucketed-fp16": ({}, {}),
@@ -50,7 +51,7 @@ def config(tokens: Path, engine: str, **changes: Any) -> RunConfig:
     """12 sequences a step, which 1, 2, 3 and 4 processes can share."""
     parallel, optim = ENGINES[engine]
     shape = ModelConfig(vocab_size=VOCAB, context_length=32, d_model=20, n_layers=2, n_heads=2, d_ff=34)
-    precision: Any = PRECISIONS.get(engine.partition("-")[2], "fp32")
+    precision: Any = PRECISIONS.get(engine.rpartition("-")[2], "fp32")
     loop = TrainConfig(steps=6, micro_batch_size=3, global_batch_size=12, seed=7, device="cpu", precision=precision)
     loop = replace(loop, eval_every=3, eval_batches=5, save_every=3, keep_last=0, **changes)
     # A clip that every step feels, so that a norm over one shard only would show.

@@ -41,7 +41,7 @@ def tokens(tmp_path_factory):
 def pairs_of_runs(tokens, tmp_path_factory):
     """(directory of the runs in two processes, of those in one)."""
     two, one = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("one")
-    spawned(2, train_all, tokens, two, [*OURS, *BF16], PAIRS)
+    spawned(2, train_all, tokens, two, [*OURS, *BF16, "torch-fsdp2-bf16"], PAIRS)
     for engine in ("bucketed", "muon"):
         # One process sums the same four micro-batches in another order; with two, in the very order of two ranks.
         train(config(tokens, engine), one / engine)
@@ -140,7 +140,7 @@ def test_torchs_engines_train_as_one(pairs_of_runs, tokens, tmp_path):
 
 def check_narrow(two: Path, kind: str) -> None:
     """Under bf16-pure master weights and moments are saved uncut; that all engines take them over is in PAIRS."""
-    for engine in ("bucketed", "zero1", "fsdp"):
+    for engine in ("bucketed", "zero1", "fsdp", *(["torch-fsdp2"] if kind == "bf16" else [])):
         saved = tensors(two / f"{engine}-{kind}")
         state = {key: value for key, value in saved.items() if key.startswith("optimizer") and value.ndim}
         assert all(value.dtype == torch.float32 for value in state.values())

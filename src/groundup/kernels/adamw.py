@@ -57,6 +57,8 @@ def adamw_step(
     if device.type == "cuda":
         table = table.pin_memory().to(device, non_blocking=True)
     of_tensor, start, sizes = blocks(tuple(x.numel() for x in weights), device)
+    if not len(of_tensor):
+        return  # a rank may own nothing of a small model
     beta1, beta2 = betas
     with on_device_of(weights[0]):
         launch(adamw_kernel, len(of_tensor),

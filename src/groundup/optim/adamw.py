@@ -104,6 +104,8 @@ def adamw_step(
     copies: bf16 tensors that receive the new weights, rounded. flag: nothing changes where it is set.
     """
     settings = (group["lr"], group["betas"], group["eps"], group["weight_decay"])
+    # A shard of FSDP2's (a DTensor) is moved like any tensor: every element by itself.
+    columns, copies = [[_own(x) for x in column] for column in columns], [_own(x) for x in copies]
     p, grad, exp_avg, exp_avg_sq = columns
     if runs_triton(p[0]) and _suits_kernel(columns, copies):
         adamw_kernel(p, grad, exp_avg, exp_avg_sq, step, *settings, copies, flag)
@@ -117,7 +119,12 @@ def adamw_step(
         for tensors in zip(p, grad, exp_avg, exp_avg_sq, strict=True):
             adamw_update(*tensors, step, *settings)
     if copies:
-        torch._foreach_copy_(list(copies), p)
+        torch._foreach_copy_(copies, p)
+
+
+def _own(x: Any) -> Tensor:
+    """This rank's part of a DTensor, in the same memory; any other tensor itself."""
+    return x.to_local() if hasattr(x, "to_local") else x
 
 
 def _suits_kernel(columns: list[list[Tensor]], copies: Sequence[Tensor]) -> bool:
