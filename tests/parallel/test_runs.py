@@ -121,6 +121,29 @@ def test_the_command_line_goes_on_with_another_number_of_processes(pairs_of_runs
     compare(tmp_path / "run", two / "bucketed", 3e-6)
 
 
+def test_srun_needs_nothing_else(pairs_of_runs, tmp_path):
+    """Slurm's variables alone: rank and size, the meeting point from the list of hosts and the job's number."""
+    two, _ = pairs_of_runs
+    shutil.copytree(two / "bucketed", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
+    slurm = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0"}
+    slurm["SLURM_JOB_NODELIST"] = "localhost"
+    command = [sys.executable, "-m", "groundup.cli", "train", "--out", str(tmp_path / "run"), "--resume"]
+    started = [
+        subprocess.Popen(
+            command,
+            env=os.environ | slurm | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=200)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    compare(tmp_path / "run", two / "bucketed", 0.0)
+
+
 @pytest.mark.slow
 def test_two_processes_go_on_bit_for_bit(pairs_of_runs, tokens, tmp_path):
     two, _ = pairs_of_runs

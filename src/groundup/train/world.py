@@ -51,7 +51,7 @@ class World(processes.World):
 def this_world() -> World:
     """The world that whoever started this process put it into; alone, a world of one."""
     found = processes.this_world()
-    return World(found.rank, found.size, found.local_rank)
+    return World(found.rank, found.size, found.local_rank, found.launcher)
 
 
 @contextmanager
