@@ -66,7 +66,6 @@ class Optimizer(torch.optim.Optimizer):
             if not skip.item():
                 self.step()
             return
-        self.settle()
         self.flag = skip
         try:
             self.step()
