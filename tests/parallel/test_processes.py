@@ -9,6 +9,7 @@ import torch
 
 from groundup.config import ParallelConfig
 from groundup.errors import UserError
+from groundup.parallel import launch
 from groundup.parallel.launch import ChildError, spawn
 from groundup.parallel.processes import (
     World,
@@ -166,6 +167,46 @@ def test_a_failure_stops_all_and_is_named(kind, error, text):
 def test_a_trace_reaches_the_parent():
     with pytest.raises(ChildError, match=r"rank 0 failed:\nTraceback[\s\S]*ValueError: a bug"):
         spawn(break_down, 1)
+
+
+class EndsUnseen:
+    """A child that fails between being asked whether it lives and being asked for its exit code, or the reverse."""
+
+    sentinel = -1
+
+    def __init__(self, question):
+        self.question, self.exit_code = question, None
+
+    def asked(self, question):
+        before = self.exit_code
+        if question == self.question:
+            self.exit_code = 1
+        return before
+
+    def is_alive(self):
+        return self.asked("alive") is None
+
+    @property
+    def exitcode(self):
+        return self.asked("code")
+
+    def join(self, timeout=None):
+        assert self.exit_code == 1
+
+
+@pytest.mark.parametrize("question", ["alive", "code"])
+def test_a_child_that_fails_between_two_looks_is_not_missed(question, monkeypatch):
+    monkeypatch.setattr(launch, "wait", lambda sentinels, timeout: None)
+    assert launch._first_failure([EndsUnseen(question)], 0.0) == 0
+
+
+def leave_silently():
+    os._exit(0)
+
+
+def test_a_child_without_a_result_is_named():
+    with pytest.raises(ChildError, match="rank 0 ended with exit code 0"):
+        spawn(leave_silently, 1)
 
 
 def test_a_rank_that_does_not_start_is_named(monkeypatch):

@@ -48,6 +48,8 @@ def spawn(function: Callable[..., Any], nproc: int, *arguments: Any, grace: floa
             children.append(child)
         first = _first_failure(children, grace)
         outcomes = [_read(Path(directory) / str(rank)) for rank in range(nproc)]
+        if first is None:  # nor may a child have left without a result
+            first = next((rank for rank, (kind, _) in enumerate(outcomes) if kind != "ok"), None)
         if first is not None:
             _raise(first, children, outcomes)
         return [outcome[1] for outcome in outcomes]
@@ -122,13 +124,18 @@ def _first_failure(children: list[Any], grace: float) -> int | None:
     before = _handle(signal.SIGINT, lambda *_: None), _handle(signal.SIGTERM, stop)
     first = None
     try:
-        while alive := [child for child in children if child.is_alive()]:
-            wait([child.sentinel for child in alive], timeout=1.0)
+        while first is None:
+            # Asked in this order: a child that ends in between is seen as failed, not missed.
+            alive = [child for child in children if child.is_alive()]
             failed = [rank for rank, child in enumerate(children) if child.exitcode not in (None, 0)]
             if failed:
                 # Ranks that lost a peer fail right after the one that is to blame: a signal tells it apart.
                 first = min(failed, key=lambda rank: (children[rank].exitcode > 0, rank))
                 _stop_all(children, grace)
+            elif alive:
+                wait([child.sentinel for child in alive], timeout=1.0)
+            else:
+                break
     finally:
         for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
             if handler is not None:
