@@ -104,6 +104,8 @@ def test_peaks_of_listed_gpus_by_the_drivers_name():
         ("NVIDIA H200", "fp32", 67),
         ("NVIDIA H100 80GB HBM3", "bf16-mixed", 989),
         ("NVIDIA H100 PCIe", "bf16-mixed", 756),
+        ("NVIDIA H100 NVL", "bf16-mixed", 835),
+        ("NVIDIA GH200 480GB", "bf16-mixed", 0),
         ("NVIDIA A100-SXM4-80GB", "tf32", 156),
         ("NVIDIA A100-SXM4-40GB", "bf16-mixed", 312),
         ("NVIDIA A100 80GB PCIe", "bf16-mixed", 312),

@@ -7,6 +7,7 @@ program can plan with. `h200-measured` holds what large torch matrix products an
 that a prediction can be made from what is attainable instead of what is printed.
 """
 
+import re
 from dataclasses import dataclass
 
 from groundup.errors import UserError, nearest_name
@@ -47,6 +48,7 @@ _TABLE = [
     Gpu("h200-measured", 700, 390, 51, 4273, 141, 139.8, 132, "measured: torch 2.11, matmul n = 16384, copy", 32),
     Gpu("h100-sxm", 989, 494, 67, 3350, 80, 79.1, 132, "NVIDIA H100 datasheet (SXM5, without sparsity)", 32),
     Gpu("h100-pcie", 756, 378, 51, 2000, 80, 79.1, 114, "NVIDIA H100 datasheet (PCIe, without sparsity)", 32),
+    Gpu("h100-nvl", 835, 418, 60, 3938, 94, 93.1, 132, "NVIDIA H100 datasheet (NVL, without sparsity)", 32),
     Gpu("a100-sxm-80gb", 312, 156, 19.5, 2039, 80, 79.2, 108, "NVIDIA A100 80GB datasheet (SXM4)"),
     Gpu("a100-sxm-40gb", 312, 156, 19.5, 1555, 40, 39.4, 108, "NVIDIA A100 40GB datasheet (SXM4)"),
     Gpu("a100-pcie-80gb", 312, 156, 19.5, 1935, 80, 79.2, 108, "NVIDIA A100 80GB datasheet (PCIe)"),
@@ -67,3 +69,33 @@ def gpu(name: str) -> Gpu:
     if name not in GPUS:
         raise UserError(f'no GPU "{name}" in the table{nearest_name(name, GPUS)}')
     return GPUS[name]
+
+
+_DRIVER = {
+    "h200": "h200-measured",
+    "h100 nvl": "h100-nvl",
+    "h100 pcie": "h100-pcie",
+    "h100": "h100-sxm",
+    "a100-sxm4-80gb": "a100-sxm-80gb",
+    "a100-sxm4-40gb": "a100-sxm-40gb",
+    "a100 80gb pcie": "a100-pcie-80gb",
+    "b200": "b200",
+    "l40s": "l40s",
+    "l4": "l4",
+    "a10": "a10",
+    "rtx 5090": "rtx-5090",
+    "rtx 4090": "rtx-4090",
+    "rtx 3090": "rtx-3090",
+}
+"""Whole words in the driver's name of a device → its row, the measured one where there is one; the first match wins."""
+
+
+def named_by_driver(text: str) -> Gpu | None:
+    """The row of a GPU that the driver calls `text` ("NVIDIA H100 PCIe"); None for one that is not in the table."""
+    words = re.sub(r"\s+", " ", text.lower())
+    if "laptop" in words or "max-q" in words:  # other chips under the same numbers
+        return None
+    for mark, name in _DRIVER.items():
+        if re.search(rf"(?<![a-z0-9]){re.escape(mark)}(?![a-z0-9])", words):
+            return GPUS[name]
+    return None

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groundup.account import GPUS, predict_step
+from groundup.account import predict_step
+from groundup.account.hardware import named_by_driver
 from groundup.bench.cells import Cell, Parameters
 from groundup.config import ModelConfig
 
@@ -100,9 +101,8 @@ def _row(label: str, line: Line, predicted: float | None, measured: float | None
 
 def hardware_of(cell: Cell) -> str:
     """The account's entry for the GPU a cell was measured on, its measured peaks where it has them; "" for none."""
-    device = str(cell["environment"].get("gpu", "")).lower().replace("hbm3", "sxm")
-    known = [name for name in GPUS if all(part in device for part in name.removesuffix("-measured").split("-"))]
-    return max(known, key=lambda name: (len(name.removesuffix("-measured")), name.endswith("-measured")), default="")
+    found = named_by_driver(str(cell["environment"].get("gpu", "")))
+    return found.name if found else ""
 
 
 def predictions(parameters: Parameters, config: ModelConfig, hardware: str) -> dict[str, float]:

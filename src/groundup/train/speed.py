@@ -5,7 +5,6 @@ attention as a causal kernel executes it, nothing for the recompute of activatio
 maker lists, dense and in the run's precision, or train.peak_tflops.
 """
 
-import re
 import resource
 import sys
 
@@ -13,24 +12,8 @@ import torch
 
 from groundup.account import GPUS
 from groundup.account.flops import flops
+from groundup.account.hardware import named_by_driver
 from groundup.config import RunConfig
-
-_MARKS = {
-    "h200": "h200",
-    "h100 pcie": "h100-pcie",
-    "h100": "h100-sxm",
-    "a100-sxm4-80gb": "a100-sxm-80gb",
-    "a100-sxm4-40gb": "a100-sxm-40gb",
-    "a100 80gb pcie": "a100-pcie-80gb",
-    "b200": "b200",
-    "l40s": "l40s",
-    "l4": "l4",
-    "a10": "a10",
-    "rtx 5090": "rtx-5090",
-    "rtx 4090": "rtx-4090",
-    "rtx 3090": "rtx-3090",
-}
-"""Whole words in the driver's name of a device → its row in account/hardware.py; the first match counts."""
 
 
 def flops_per_token(config: RunConfig) -> float:
@@ -40,13 +23,8 @@ def flops_per_token(config: RunConfig) -> float:
 
 def listed_tflops(device_name: str, precision: str) -> float:
     """The listed dense peak of a GPU that the driver calls `device_name`, in TFLOP/s; 0 for one not in the table."""
-    words = re.sub(r"\s+", " ", device_name.lower())
-    if "laptop" in words or "max-q" in words:  # other chips under the same numbers
-        return 0.0
-    for mark, name in _MARKS.items():
-        if re.search(rf"(?<![a-z0-9]){re.escape(mark)}(?![a-z0-9])", words):
-            return GPUS[name].matmul_tflops(precision)
-    return 0.0
+    found = named_by_driver(device_name)
+    return GPUS[found.name.removesuffix("-measured")].matmul_tflops(precision) if found else 0.0
 
 
 def peak_flops(config: RunConfig, device: torch.device) -> float:
