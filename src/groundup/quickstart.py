@@ -93,7 +93,7 @@ def _inputs(job: Quickstart) -> tuple[Path | None, dict]:
     merges_wanted(job.vocab_size, ["<|endoftext|>"])  # refuses a vocabulary that is too small
     inputs: dict = {"vocab_size": job.vocab_size, "corpus": "the standard library's source"}
     if job.corpus is not None:
-        from groundup.data.corpus import find_sources
+        from groundup.tokenizer.sources import find_sources
 
         (found,) = find_sources([job.corpus])
         inputs |= {"corpus": str(job.corpus.resolve()), "files": len(found.files), "bytes": found.bytes}

@@ -24,6 +24,8 @@ CASES = [
     # missing or empty file
     ("tokenizer train missing.txt --out new", ["missing.txt", "no such file"]),
     ("tokenizer train empty.txt --out new", ["empty.txt", "empty"]),
+    ("tokenizer train hidden --out new", ["hidden: the folder holds no text files"]),
+    ("tokenize hidden --tokenizer tok --out new", ["hidden: the folder holds no text files"]),
     ("tokenize missing.txt --tokenizer tok --out new", ["missing.txt", "no such file"]),
     ("tokenize empty.txt --tokenizer tok --out new", ["empty.txt", "empty"]),
     ("tokenize train.txt missing.txt --tokenizer tok --out new", ["missing.txt"]),
@@ -102,6 +104,8 @@ def test_refused_in_one_line_with_nothing_written(
         if torch.cuda.is_available():
             pytest.skip("this machine has a GPU")
     (work / "empty.txt").touch()
+    (work / "hidden" / ".git").mkdir(parents=True)
+    (work / "hidden" / ".git" / "HEAD").write_text("ref")
     (work / "bad.txt").write_bytes(b"good\xffbad")
     if "other" in line:
         other_tokens(capsys)

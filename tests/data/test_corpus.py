@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groundup.data import documents, write_embedded_corpus
-from groundup.data.corpus import ReadCounts, find_sources, read_blocks
+from groundup.data.corpus import ReadCounts, read_blocks
 from groundup.data.embedded import library_files
 from groundup.errors import UserError
 
@@ -141,20 +141,6 @@ def test_cuts_are_pretoken_boundaries_of_every_common_pattern(tmp_path):
     for pattern in (gpt2, cl100k):
         found = [token for piece in pieces for token in regex.findall(pattern, piece)]
         assert found == regex.findall(pattern, "".join(pieces))
-
-
-def test_folders_in_the_order_of_names_without_hidden_and_empty_files(tmp_path):
-    for name in ("b/2.txt", "b/10.txt", "a.txt", "c.txt", ".hidden/x.txt", "b/.y.txt"):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(name)
-    (tmp_path / "empty.txt").touch()
-    (source,) = find_sources([tmp_path])
-    assert [file.relative_to(tmp_path).as_posix() for file in source.files] == [
-        "a.txt", "c.txt", "b/10.txt", "b/2.txt",
-    ]  # fmt: skip
-    assert source.bytes == sum(file.stat().st_size for file in source.files)
-    assert source.name == tmp_path.name
 
 
 def test_inputs_that_cannot_be_used(tmp_path):

@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -13,7 +14,7 @@ from texts import END, PROSE, train_on
 
 from groundup.errors import UserError
 from groundup.tokenizer import Tokenizer, reference
-from groundup.tokenizer.sources import JsonLines
+from groundup.tokenizer.sources import JsonLines, find_sources, text_files
 
 TEXT = (PROSE + END) * 40
 
@@ -91,6 +92,50 @@ def test_a_folder_mixes_kinds_and_progress_reaches_the_end(tmp_path):
     assert both.merges == train_on(tmp_path, TEXT + END + TEXT, 400, special_tokens=[END]).merges
     counts = [step for step in told if step[0] == "count"]
     assert counts[-1][1] == counts[-1][2]
+
+
+def test_folders_in_the_order_of_names_without_hidden_and_empty_ones(tmp_path):
+    for name in ("b/2.txt", "b/10.txt", "a.txt", "c.txt", ".hidden/x.txt", "b/.y.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(name)
+    (tmp_path / "empty.txt").touch()
+    (source,) = find_sources([tmp_path])
+    assert [file.relative_to(tmp_path).as_posix() for file in source.files] == [
+        "a.txt", "c.txt", "b/10.txt", "b/2.txt",
+    ]  # fmt: skip
+    assert source.bytes == sum(file.stat().st_size for file in source.files)
+    assert source.name == tmp_path.name
+    assert text_files(tmp_path) == text_files([str(tmp_path)]) == source.files
+    assert text_files([tmp_path / ".hidden", tmp_path / "b/.y.txt"]) == [
+        tmp_path / ".hidden/x.txt",
+        tmp_path / "b/.y.txt",
+    ]
+
+
+def test_training_on_a_folder_leaves_out_what_is_hidden(tmp_path):
+    """A repository is a folder of text beside a .git full of packed objects."""
+    (tmp_path / "in/.git/objects").mkdir(parents=True)
+    (tmp_path / "in/a.txt").write_text(TEXT)
+    (tmp_path / "in/.git/objects/5b").write_bytes(b"x\x01\xff\xfe")
+    (tmp_path / "in/.git/HEAD").write_text("zyzzyva " * 10_000)
+    found = Tokenizer.train([tmp_path / "in"], 400, [END])
+    assert found.merges == Tokenizer.train([tmp_path / "in/a.txt"], 400, [END]).merges
+
+
+def test_a_folder_that_cannot_be_read_is_no_empty_folder(tmp_path, monkeypatch):
+    (tmp_path / "locked").mkdir()
+    (tmp_path / "a.txt").write_text(TEXT)
+    scandir = os.scandir
+
+    def refusing(path):
+        if os.fspath(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(UserError, match=r"locked: cannot be read .Permission denied"):
+        find_sources([tmp_path])
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from typing import BinaryIO, NamedTuple
 from groundup import _core
 from groundup.errors import UserError
 from groundup.tokenizer import END_OF_TEXT as SEPARATOR
-from groundup.tokenizer.sources import JsonLines, is_json_lines, unpacked
+from groundup.tokenizer.sources import JsonLines, is_json_lines, text_files, unpacked
 
 BLOCK_BYTES = 1 << 20
 PIECE_BYTES = 1 << 20
@@ -41,14 +41,6 @@ _INK = re.compile(rb"[\s\x1c-\x1f]*+[^\s\x1c-\x1f\xc2\xe1-\xe3]")
 _ERRORS = ("strict", "replace")
 
 
-class Source(NamedTuple):
-    """An input as the user named it: the basename, its files in reading order, their bytes."""
-
-    name: str
-    files: list[Path]
-    bytes: int
-
-
 @dataclass
 class ReadCounts:
     """What reading met; readers add to it as they go."""
@@ -59,42 +51,6 @@ class ReadCounts:
     """Invalid UTF-8 sequences replaced by U+FFFD (`errors="replace"`); `read_blocks` knows those in JSON lines."""
     empty: int = 0
     """Stretches between separators without text."""
-
-
-def find_sources(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> list[Source]:
-    """The files behind `paths`; a folder stands for all files in it, in the order of their names.
-
-    Hidden files and folders, and empty files inside a folder, are left out. Raises UserError for a path that does
-    not exist, cannot be read, is an empty file, or is a folder without text.
-    """
-    sources = []
-    for path in map(Path, [paths] if isinstance(paths, (str, os.PathLike)) else paths):
-        if path.is_dir():
-            files = [file for file in _walk(path) if file.stat().st_size]
-            if not files:
-                raise UserError(f"{path}: the folder holds no text files; name a file or a folder with text")
-        elif path.is_file():
-            files = [path]
-            if not path.stat().st_size:
-                raise UserError(f"{path}: the file is empty; name a file with text")
-        elif path.exists():
-            raise UserError(f"{path}: neither a regular file nor a folder; write the text to a file first")
-        else:
-            raise UserError(f"{path}: no such file or folder; check the path")
-        sources.append(Source(path.name or path.resolve().name, files, sum(file.stat().st_size for file in files)))
-    if not sources:
-        raise UserError("no input given; name at least one text file or folder")
-    return sources
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    """Regular files under `folder`, depth first, names sorted, hidden ones left out."""
-    for root, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            path = Path(root, name)
-            if not name.startswith(".") and path.is_file():
-                yield path
 
 
 class Documents(NamedTuple):
@@ -155,8 +111,7 @@ def documents(
     errors: "strict" raises UserError at the first byte that is not UTF-8; "replace" puts U+FFFD in its place.
     text_field: the field of a JSON line that holds its text.
     """
-    files = [file for source in find_sources(paths) for file in source.files]
-    for block in read_blocks(files, errors=errors, piece_bytes=1 << 62, text_field=text_field):
+    for block in read_blocks(text_files(paths), errors=errors, piece_bytes=1 << 62, text_field=text_field):
         for text in block.documents(errors).texts:
             yield text.decode()
 

@@ -29,13 +29,14 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from groundup.data.corpus import SEPARATOR, Block, ReadCounts, Source, find_sources, read_blocks
+from groundup.data.corpus import SEPARATOR, Block, ReadCounts, read_blocks
 from groundup.data.dataset import FILES, TOKENIZER_FILE, dump_meta, token_dtype
 from groundup.data.npy import NpyWriter
 from groundup.data.permutation import make_key, permute
 from groundup.errors import UserError
 from groundup.files import check_replaceable, directory_written_aside
 from groundup.tokenizer import Tokenizer
+from groundup.tokenizer.sources import Source, find_sources
 from groundup.tokenizer.training import available_threads
 
 DEFAULT_VALID_FRACTION = 0.01

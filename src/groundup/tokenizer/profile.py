@@ -21,8 +21,8 @@ from uuid import uuid4
 
 from groundup.tokenizer import ladder
 from groundup.tokenizer.ladder import parallel, streaming
+from groundup.tokenizer.sources import text_files
 from groundup.tokenizer.tokenizer import Tokenizer
-from groundup.tokenizer.training import text_files
 
 SAMPLE_SECONDS = 0.005
 MIB = 1 << 20

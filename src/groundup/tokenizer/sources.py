@@ -1,4 +1,4 @@
-"""Where training text comes from: paths, folders, compressed files, JSON lines.
+"""Where text comes from: paths, folders, compressed files, JSON lines.
 
 A plain text file is left to the core, which maps it into memory. What must be unpacked or parsed first is read as
 a stream of blocks, so the memory used does not depend on its size.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from groundup.errors import UserError
 from groundup.tokenizer.optional import optional_package
@@ -28,26 +28,57 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _MEND = "mend the file, or replace such places with errors=replace"
 
 
-def text_files(inputs: Iterable[str | os.PathLike]) -> list[Path]:
-    """The files named by `inputs`; a folder stands for all files below it, in sorted order."""
-    if isinstance(inputs, (str, bytes, os.PathLike)):
-        raise UserError(f"inputs is the single path {os.fspath(inputs)!r}: give a list of paths")
-    files: list[Path] = []
-    for path in map(Path, inputs):
+class Source(NamedTuple):
+    """An input as the user named it: the basename, its files in reading order, their bytes."""
+
+    name: str
+    files: list[Path]
+    bytes: int
+
+
+def find_sources(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> list[Source]:
+    """The files behind `paths`; a folder stands for all files in it, in the order of their names.
+
+    Hidden files and folders, and empty files inside a folder, are left out. Raises UserError for a path that does
+    not exist, cannot be read, is an empty file, or is a folder without text.
+    """
+    sources = []
+    for path in map(Path, [paths] if isinstance(paths, (str, os.PathLike)) else paths):
         if path.is_dir():
-            found = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
-            if not found:
-                raise UserError(f"{path}: the folder holds no files")
-            files += found
+            files = [file for file in _walk(path) if file.stat().st_size]
+            if not files:
+                raise UserError(f"{path}: the folder holds no text files; name a file or a folder with text")
         elif path.is_file():
-            files.append(path)
+            files = [path]
+            if not path.stat().st_size:
+                raise UserError(f"{path}: the file is empty; name a file with text")
+        elif path.exists():
+            raise UserError(f"{path}: neither a regular file nor a folder; write the text to a file first")
         else:
-            raise UserError(f"{path}: no such file or folder")
-    if not files:
-        raise UserError("no input: give at least one text file or folder")
-    if not any(file.stat().st_size for file in files):
-        raise UserError(f"{files[0]}: the file is empty; there is nothing to train on")
-    return files
+            raise UserError(f"{path}: no such file or folder; check the path")
+        sources.append(Source(path.name or path.resolve().name, files, sum(file.stat().st_size for file in files)))
+    if not sources:
+        raise UserError("no input given; name at least one text file or folder")
+    return sources
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Regular files under `folder`, depth first, names sorted, hidden ones left out."""
+
+    def refuse(error: OSError) -> None:  # os.walk would leave the folder out and say nothing
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror}); check the folder")
+
+    for root, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            path = Path(root, name)
+            if not name.startswith(".") and path.is_file():
+                yield path
+
+
+def text_files(inputs: str | os.PathLike | Iterable[str | os.PathLike]) -> list[Path]:
+    """The files of `find_sources`, in one list."""
+    return [file for source in find_sources(inputs) for file in source.files]
 
 
 def is_plain(path: Path) -> bool:
