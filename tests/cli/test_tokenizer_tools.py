@@ -113,6 +113,11 @@ def test_parallel_ladder_from_a_process_of_its_own(here: Path):
     ("line", "data", "message"),
     [
         ("tokenizer decode a", b"3 x4\n1", "standard input: line 1 holds 'x4', which is no id; give numbers"),
+        ("tokenizer decode a", b"3 --5", "standard input: line 1 holds '--5', which is no id"),
+        ("tokenizer decode a", b"1 \xff2", "standard input: line 1 holds '\ufffd2', which is no id"),
+        ("tokenizer decode a", b"9" * 5000, f"standard input: line 1 holds '{'9' * 20}', which is no id"),
+        ("tokenizer decode a", b"-1", "id -1 is not in the vocabulary"),
+        ("tokenizer decode a", b"9" * 30, f"id {'9' * 30} is not in the vocabulary"),
         ("tokenizer decode a", b"280", "id 280 is not in the vocabulary: legal ids are 0 to 279"),
         ("tokenizer decode a --numpy text.txt", b"", "text.txt: cannot be read as a .npy file"),
         ("tokenizer info none", b"", "none: no such file or folder"),

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated, BinaryIO
 
 from tyro.conf import Positional, arg
 
@@ -28,21 +28,23 @@ def main(argv: list[str], prog: str) -> int:
 
     tokenizer = Tokenizer.load(args.tokenizer)
     out = sys.stdout.buffer
-    for ids in _from_text(sys.stdin) if args.numpy is None else _from_numpy(args.numpy):
+    for ids in _from_text(sys.stdin.buffer) if args.numpy is None else _from_numpy(args.numpy):
         out.write(tokenizer.decode_bytes(ids))
         out.flush()
     return 0
 
 
-def _from_text(file: TextIO) -> Iterator[list[int]]:
+def _from_text(file: BinaryIO) -> Iterator[list[int]]:
     """The numbers of each line, parted by spaces, or by commas and in brackets as Python prints lists."""
     for number, line in enumerate(file, 1):
-        words = line.translate(str.maketrans("[],", "   ")).split()
-        try:
-            yield [int(word) for word in words]
-        except ValueError:
-            wrong = next(word for word in words if not word.lstrip("-").isdecimal())
-            raise UserError(f"standard input: line {number} holds {wrong!r}, which is no id; give numbers") from None
+        ids: list[int] = []
+        for word in line.translate(bytes.maketrans(b"[],", b"   ")).split():
+            try:
+                ids.append(int(word))
+            except ValueError:
+                text = word[:20].decode(errors="replace")
+                raise UserError(f"standard input: line {number} holds {text!r}, which is no id; give numbers") from None
+        yield ids
 
 
 def _from_numpy(path: Path) -> Iterator[list[int]]:
