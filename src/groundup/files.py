@@ -31,15 +31,20 @@ def fsync_path(path: Path) -> None:
 
 def write_atomic(path: Path, data: bytes | str) -> None:
     """Replace `path` by `data` (str is written as UTF-8). An OSError names the file it is about."""
+    with file_written_aside(path) as aside:
+        aside.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+@contextmanager
+def file_written_aside(path: Path) -> Generator[Path]:
+    """Yield a name beside `path` for a file to write; when the block ends well, that file takes `path`'s place."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with _named(path):
-            with open(aside, "wb") as file:
-                file.write(data.encode() if isinstance(data, str) else data)
-                file.flush()
-                os.fsync(file.fileno())
+            yield aside
+            fsync_path(aside)
             os.replace(aside, path)
     except BaseException:
         aside.unlink(missing_ok=True)

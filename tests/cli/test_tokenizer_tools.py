@@ -66,6 +66,22 @@ def test_numpy_files_both_ways(run, here: Path):
     assert run("tokenizer decode a --numpy ids.npy") == TEXT.encode()
 
 
+def test_two_commands_may_write_one_numpy_file(here: Path, tmp_path: Path):
+    """Both at the same time, each aside in a file of its own: the last to end wins, whole."""
+    command = [sys.executable, "-m", "groundup.cli", "tokenizer", "encode", str(here / "a"), "--numpy", "ids.npy"]
+    options = {"cwd": tmp_path, "stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    first, second = (subprocess.Popen(command, **options) for _ in range(2))
+    for process, text in ((first, b"the cat and "), (second, b"hat, the ")):  # both read, so both have begun
+        process.stdin.write(text * 30_000)
+        process.stdin.flush()
+    for process, text in ((first, b"the cat and "), (second, b"hat, the ")):
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+        ids = np.load(tmp_path / "ids.npy")
+        assert Tokenizer.load(here / "a").decode_bytes(ids) == text * 30_000
+    assert [path.name for path in tmp_path.iterdir()] == ["ids.npy"]
+
+
 def test_encoding_answers_before_its_input_ends(here: Path):
     """What has been decided is printed while the rest is awaited."""
     command = [sys.executable, "-u", "-m", "groundup.cli", "tokenizer", "encode", "a"]

@@ -10,6 +10,7 @@ from tyro.conf import Positional, arg
 
 from groundup.cli.output import note
 from groundup.cli.parse import parse
+from groundup.files import file_written_aside
 
 BLOCK_BYTES = 1 << 16
 
@@ -61,12 +62,7 @@ def _to_numpy(ids: Iterator[int], tokenizer, path: Path) -> int:
     from groundup.data.dataset import token_dtype
     from groundup.data.npy import NpyWriter
 
-    aside = path.with_name(f".{path.name}.tmp")
-    try:
-        with NpyWriter(aside, token_dtype(tokenizer.vocab_size)) as writer:
-            while chunk := list(islice(ids, 1 << 16)):
-                writer.append(np.array(chunk))
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with file_written_aside(path) as aside, NpyWriter(aside, token_dtype(tokenizer.vocab_size)) as writer:
+        while chunk := list(islice(ids, 1 << 16)):
+            writer.append(np.array(chunk))
     return writer.count
