@@ -21,6 +21,7 @@ from groundup.parallel.ddp import BucketedDDP, NaiveDDP, OverlapDDP, on_wire
 from groundup.parallel.engine import materialiser, units
 from groundup.parallel.flat import Layout
 from groundup.parallel.fsdp import FSDP
+from groundup.parallel.torch_engines import TorchFSDP2
 from groundup.parallel.whole import WholeParameterOptimizer, muon_cost
 from groundup.parallel.zero import ShardedDDP, ShardedOptimizer
 
@@ -532,6 +533,36 @@ def fsdp_loads_whole_weights_by_name():
     engine.load_full_parameters(box[0].__getitem__)
     for name, value in engine.full_parameters():
         assert torch.equal(value, box[0][name]), name
+
+
+@check
+def nothing_is_reduced_before_the_first_forward():
+    engine = FSDP(lm())
+    engine.finish_gradient_synchronization()
+    assert all(p.grad is None for p in engine.params)
+    engine(*batch()).backward()
+    engine.finish_gradient_synchronization()
+    assert all(p.grad is not None for p in engine.params)
+
+
+@check
+def bf16_shards_of_fsdp2_are_rounded_by_chance():
+    """Every weight goes to one of the two bf16 numbers beside what a float32 step gives it."""
+    net, wide = line_net().bfloat16(), line_net().bfloat16().float()
+    x, options = torch.ones(2, 5), {"lr": 1e-3, "weight_decay": 0.1}
+    engine = TorchFSDP2(net, [net[0]])
+    optimizer = AdamW(net.parameters(), master_weights=False, **options)
+    engine(x.bfloat16()).sum().backward()
+    for p, q in zip(net.parameters(), wide.parameters(), strict=True):
+        q.grad = p.grad.full_tensor().float()
+    optimizer.step()
+    AdamW(wide.parameters(), **options).step()
+    for p, q in zip(net.parameters(), wide.parameters(), strict=True):
+        assert p.dtype == optimizer.state[p]["exp_avg"].dtype == torch.bfloat16
+        down = (q.detach().view(torch.int32) & -(1 << 16)).view(torch.float32)
+        up = ((q.detach().view(torch.int32) & -(1 << 16)) + (1 << 16)).view(torch.float32)
+        found = p.full_tensor().float()
+        assert ((found == down) | (found == up)).all()
 
 
 @check

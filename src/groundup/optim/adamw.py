@@ -12,7 +12,7 @@ from torch import Tensor
 
 from groundup.kernels import adamw_step as adamw_kernel
 from groundup.kernels.backend import runs_triton
-from groundup.optim.base import NARROW, Optimizer
+from groundup.optim.base import NARROW, Optimizer, own_part
 
 
 def adamw_update(
@@ -105,7 +105,7 @@ def adamw_step(
     """
     settings = (group["lr"], group["betas"], group["eps"], group["weight_decay"])
     # A shard of FSDP2's (a DTensor) is moved like any tensor: every element by itself.
-    columns, copies = [[_own(x) for x in column] for column in columns], [_own(x) for x in copies]
+    columns, copies = [[own_part(x) for x in column] for column in columns], [own_part(x) for x in copies]
     p, grad, exp_avg, exp_avg_sq = columns
     if runs_triton(p[0]) and _suits_kernel(columns, copies):
         adamw_kernel(p, grad, exp_avg, exp_avg_sq, step, *settings, copies, flag)
@@ -120,11 +120,6 @@ def adamw_step(
             adamw_update(*tensors, step, *settings)
     if copies:
         torch._foreach_copy_(copies, p)
-
-
-def _own(x: Any) -> Tensor:
-    """This rank's part of a DTensor, in the same memory; any other tensor itself."""
-    return x.to_local() if hasattr(x, "to_local") else x
 
 
 def _suits_kernel(columns: list[list[Tensor]], copies: Sequence[Tensor]) -> bool:

@@ -142,8 +142,8 @@ class Optimizer(torch.optim.Optimizer):
         return found
 
     def _update_by_chance(self, p: Tensor, step: int, group: dict[str, Any], place: int) -> None:
-        grad = cast(Tensor, p.grad).float()
-        stored = [p, *(self.state[p][name] for name in self.moments(group))]
+        grad = own_part(p.grad).float()
+        stored = [own_part(x) for x in (p, *(self.state[p][name] for name in self.moments(group)))]
         weight, *moments = (tensor.float() for tensor in stored)
         self.update([[weight], [grad], *([moment] for moment in moments)], step, group)
         # A hash, because the CPU's generator takes the low 32 bits of a seed only.
@@ -161,6 +161,11 @@ class Optimizer(torch.optim.Optimizer):
             for name, value in state_dict["state"].get(i, {}).items():
                 if isinstance(value, Tensor) and p.dtype in NARROW:
                     self.state[p][name] = value.to(p.device, copy=True)
+
+
+def own_part(x: Any) -> Tensor:
+    """This rank's part of a DTensor (a shard of FSDP2's), in the same memory; any other tensor itself."""
+    return x.to_local() if hasattr(x, "to_local") else x
 
 
 def stochastic_round_(target: Tensor, value: Tensor, generator: torch.Generator | None = None) -> None:

@@ -91,6 +91,10 @@ class FSDP(DataParallel):
         ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self._reduce_group = dist.new_group(ranks, use_local_synchronization=True)
         self._in_backward = False
+        self._gathered = 0
+        """Units gathered in this forward pass, in order."""
+        self._to_gather = self._to_scatter = -1
+        """In backward: the next unit to gather and the next to scatter, downwards."""
         self._used_here: set[nn.Parameter] = set()
         self._in_flight: list[Unit] = []
         self._install()
@@ -119,7 +123,6 @@ class FSDP(DataParallel):
             if unit.is_whole:
                 unit.free()
         self._gathered = 0
-        """Units gathered in this pass, in order."""
 
     def _before(self, index: int, *_: Any) -> None:
         """Unit `index` is about to compute: in forward, or again because its activations are recomputed."""
@@ -156,9 +159,7 @@ class FSDP(DataParallel):
                 unit.show(unit.pieces)
             else:
                 unit.free()
-        self._to_gather = len(self.units) - 1
-        """In backward: the next unit to gather, downwards."""
-        self._to_scatter = len(self.units) - 1
+        self._to_gather = self._to_scatter = len(self.units) - 1
 
     def _gather_up_to(self, last: int) -> None:
         while self._gathered <= min(last, len(self.units) - 1):
