@@ -62,6 +62,17 @@ def test_fifty_prompt_lengths_compile_once():
     assert counters["stats"]["unique_graphs"] == 1
 
 
+def test_a_tenth_batch_size_is_compiled_as_the_first():
+    """One more than dynamo would allow, and one of a second model's."""
+    model = make()
+    for size in range(1, 10):
+        assert generate_batch(model, [[1, 2]] * size, 3, 0, compiled=True) == generate_batch(
+            model, [[1, 2]] * size, 3, 0
+        )
+    assert list(generate(make(), [1, 2], 3, 0, compiled=True))
+    assert counters["stats"]["unique_graphs"] == 10
+
+
 def test_a_batch_slides_and_stops_as_the_plain_one():
     model, batch = make(context_length=16, n_kv_heads=2), prompts([3, 16, 1, 30])
     settings = {"temperature": 0.8, "top_k": 40, "seed": 3, "stop_ids": range(0, 97, 9)}

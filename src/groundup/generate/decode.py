@@ -9,6 +9,7 @@ the prefill too (a compilation a length, or padding to a few lengths), and CUDA 
 or refuse inputs that are written to, as the cache is).
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -74,7 +75,7 @@ class CompiledDecode:
     def __call__(self, tokens: Sequence[int], places: Sequence[int]) -> Float[Tensor, "batch vocab"]:
         self.inputs.copy_(torch.tensor([tokens, places]))
         if self.device.type != "cuda":
-            return self.decode(self.model, *self.cache, *self.inputs)
+            return self._run()
         if self.graph is None:
             self._record()
         assert self.graph is not None
@@ -82,14 +83,19 @@ class CompiledDecode:
         self.graph.replay()
         return self.logits
 
+    def _run(self) -> Tensor:
+        # Every model and batch size is a compilation of its own; the compiler's limit would end a process' ninth.
+        with torch._dynamo.config.patch(recompile_limit=sys.maxsize, accumulated_recompile_limit=sys.maxsize):
+            return self.decode(self.model, *self.cache, *self.inputs)
+
     def _record(self) -> None:
         """Compile and warm up aside, as recording needs it. A step may run twice: it writes the same to its place."""
         aside = torch.cuda.Stream(self.device)
         aside.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(aside):
             for _ in range(3):
-                self.decode(self.model, *self.cache, *self.inputs)
+                self._run()
         torch.cuda.current_stream(self.device).wait_stream(aside)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            self.logits = self.decode(self.model, *self.cache, *self.inputs)
+            self.logits = self._run()
