@@ -32,11 +32,28 @@ def test_options_reach_the_trainer(tmp_path, capsys):
     assert 'did you mean "gpt2"' in capsys.readouterr().err
 
 
-def test_the_progress_line_shows_share_rate_and_time_left_on_terminals_only():
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
+
+def test_training_and_tokenizing_show_how_far_they_are_on_terminals_only(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("abcd bcda<|endoftext|>cdab 1234 " * 100)
+    monkeypatch.chdir(tmp_path)
+    for line, phases in (
+        ("tokenizer train a.txt --vocab-size 260 --out tok", ("count", "merge")),
+        ("tokenize a.txt --tokenizer tok --out tokens", ("split", "encode")),
+    ):
+        monkeypatch.setattr("sys.stderr", terminal := Terminal())
+        assert main(line.split()) == 0
+        shown = terminal.getvalue().split("\r\x1b[K")
+        assert all(any(part.startswith(f"{phase} ") for part in shown) for phase in phases), shown
+        monkeypatch.setattr("sys.stderr", plain := io.StringIO())
+        assert main(line.split()) == 0
+        assert "\x1b" not in plain.getvalue()
+
+
+def test_the_progress_line_shows_share_rate_and_time_left():
     with ProgressLine(Terminal()) as line:
         line("count", 0, 100)
         assert line.text(0, 100, 0.0) == "count   0%"

@@ -54,7 +54,7 @@ def test_the_token_directory_is_that_of_the_plain_text(tmp_path, tokenizer, kind
     path = write(tmp_path, kind, suffix)
     meta = tokenize_corpus(path, None, tokenizer, tmp_path / "packed", progress=lambda *step: told.append(step))
     assert meta["splits"] == plain["splits"]
-    assert told[-1] == (path.stat().st_size,) * 2
+    assert told[-1] == ("encode", path.stat().st_size, path.stat().st_size)
     for name in ("train", "valid"):
         assert np.array_equal(np.load(tmp_path / "plain" / f"{name}.npy"), np.load(tmp_path / "packed" / f"{name}.npy"))
 

@@ -177,8 +177,13 @@ def test_progress_runs_to_the_total(tmp_path, small_jobs):
     calls = []
     tokenize_corpus([path], None, byte_tokenizer(), tmp_path / "t", progress=lambda *now: calls.append(now))
     size = path.stat().st_size
-    assert calls == sorted(calls)
-    assert calls[-1] == (size, size)
+    assert calls == sorted(calls, key=lambda call: (call[0] == "encode", call[1]))
+    assert [call for call in calls if call[1] == size] == [("split", size, size), *[("encode", size, size)] * 2]
+    calls.clear()
+    valid = write(tmp_path / "b.txt", "b")
+    tokenize_corpus([path], [valid], byte_tokenizer(), tmp_path / "t", progress=lambda *now: calls.append(now))
+    assert {(phase, total) for phase, _, total in calls} == {("encode", size + 1)}
+    assert calls[-1][1] == size + 1
 
 
 class Broken(Exception):
@@ -192,8 +197,8 @@ def test_an_error_half_way_leaves_the_earlier_directory(tmp_path, small_jobs):
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     long = write(tmp_path / "long.txt", EOT.join(f"document {i}" for i in range(500)))
 
-    def fail(done, total):
-        if done > 1000:
+    def fail(phase, done, total):
+        if phase == "encode" and done > 1000:
             raise Broken
 
     with pytest.raises(Broken):

@@ -1,16 +1,20 @@
-"""One line on a terminal that says how far a long phase is: share, rate, time left. Silent where nobody looks."""
+"""One line on a terminal that says how far a long phase is: share, rate, time left. Silent where nobody looks.
+
+Rejected: rich.progress, no shorter with its own columns, and 0.18 s to import for commands that start in 0.2.
+"""
 
 import sys
 import time
 from typing import TextIO
 
-# Phase of the core → (unit of the rate, units a count).
-_RATES = {"count": ("MB/s", 1e6), "merge": ("merges/s", 1.0)}
 _INTERVAL_SECONDS = 0.2
 
 
 class ProgressLine:
-    """Callable with (phase, done, total), as the tokenizer's training tells it; a context that clears its line."""
+    """Callable with (phase, done, total), as the tokenizer's training and `tokenize_corpus` tell it: bytes, or merges.
+
+    A context that clears its line.
+    """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -37,7 +41,7 @@ class ProgressLine:
 
     def text(self, done: int, total: int, seconds: float) -> str:
         """The line: phase, percent, rate, seconds left."""
-        unit, size = _RATES[self._phase]
+        unit, size = ("merges/s", 1.0) if self._phase == "merge" else ("MB/s", 1e6)
         line = f"{self._phase} {done / max(total, 1):4.0%}"
         if not done or not seconds:
             return line

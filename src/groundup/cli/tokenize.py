@@ -8,6 +8,7 @@ from tyro.conf import Positional, arg
 
 from groundup.cli.output import note
 from groundup.cli.parse import parse
+from groundup.cli.progress_line import ProgressLine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +38,18 @@ def main(argv: list[str], prog: str) -> int:
     from groundup.data import tokenize_corpus
     from groundup.tokenizer import Tokenizer
 
-    meta = tokenize_corpus(
-        [args.train],
-        None if args.valid is None else [args.valid],
-        Tokenizer.load(args.tokenizer),
-        args.out,
-        valid_fraction=args.valid_fraction,
-        threads=args.threads,
-        errors=args.errors,
-        text_field=args.text_field,
-    )
+    with ProgressLine() as progress:
+        meta = tokenize_corpus(
+            [args.train],
+            None if args.valid is None else [args.valid],
+            Tokenizer.load(args.tokenizer),
+            args.out,
+            valid_fraction=args.valid_fraction,
+            threads=args.threads,
+            errors=args.errors,
+            progress=progress,
+            text_field=args.text_field,
+        )
     if meta["replaced"]:
         note(f"{meta['replaced']:,} invalid UTF-8 sequences replaced by U+FFFD")
     for split, counts in meta["splits"].items():

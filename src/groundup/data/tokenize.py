@@ -37,7 +37,7 @@ from groundup.errors import UserError
 from groundup.files import check_replaceable, directory_written_aside
 from groundup.tokenizer import Tokenizer
 from groundup.tokenizer.sources import Source, find_sources
-from groundup.tokenizer.training import available_threads
+from groundup.tokenizer.training import Progress, available_threads
 
 DEFAULT_VALID_FRACTION = 0.01
 JOB_BYTES = 1 << 20
@@ -47,10 +47,8 @@ _SPLIT_SEED = 0
 _KNOWN_PATTERNS = frozenset({"gpt2", "cl100k", "llama3"})
 
 Paths = str | os.PathLike | Sequence[str | os.PathLike]
-Progress = Callable[[int, int], None]
-"""progress(bytes read, bytes in all), after each job."""
-
-
+_Tell = Callable[[str, int], None]
+"""tell(phase, bytes of the files read)."""
 _T = TypeVar("_T")
 
 
@@ -124,8 +122,9 @@ def tokenize_corpus(
 
     train, valid: text files and folders. valid_fraction: where `valid` is not given, the part of the documents of
     `train` that becomes validation, at least one document (None: 1%). threads: 0 for all cores. errors: "strict"
-    refuses bytes that are not UTF-8, "replace" puts U+FFFD in their place and counts. text_field: the field of a JSON
-    line that holds its text.
+    refuses bytes that are not UTF-8, "replace" puts U+FFFD in their place and counts. progress: called after each job
+    with (phase, bytes read, bytes in all): "split" while documents are counted to take validation from them, "encode".
+    text_field: the field of a JSON line that holds its text.
     """
     _check_tokenizer(tokenizer)
     fraction = _check_fraction(valid, valid_fraction)
@@ -135,15 +134,20 @@ def tokenize_corpus(
     if valid is not None:
         sources["valid"] = find_sources(valid)
         _refuse_shared_files(sources)
+    total = sum(source.bytes for group in sources.values() for source in group)
+
+    def tell(phase: str, read: int) -> None:
+        if progress:
+            progress(phase, read, total)
+
     threads = available_threads(threads)
     counts = ReadCounts()
-    reader = _Reader(errors, counts, _piece_bytes(tokenizer), text_field, threads)
+    reader = _Reader(errors, counts, _piece_bytes(tokenizer), text_field, threads, tell)
     how, choice = "files", None
     if fraction is None:
         jobs = (job for name, group in sources.items() for job in reader.jobs(_files(group), name))
     else:
         how, choice, jobs = _split(reader, _files(sources["train"]), fraction)
-    total = sum(source.bytes for group in sources.values() for source in group)
     dtype = token_dtype(tokenizer.vocab_size)
     try:
         with directory_written_aside(out) as aside:
@@ -154,7 +158,7 @@ def tokenize_corpus(
                 fingerprint = beside.submit(lambda: tokenizer.fingerprint)
                 writers = {split: _SplitWriter(aside, split, dtype, stack) for split in ("train", "valid")}
                 encoded = _in_order(_Encoder(tokenizer, errors, choice), jobs, threads)
-                _write(encoded, writers, counts, beside, lambda read: progress(read, total) if progress else None)
+                _write(encoded, writers, counts, beside, tell)
             for split, group in sources.items():
                 if not writers[split].offsets.count:
                     raise UserError(f"{group[0].name}: no text for {split}.npy; name a file with text")
@@ -171,7 +175,7 @@ def _write(
     writers: dict[str, _SplitWriter],
     counts: ReadCounts,
     beside: ThreadPoolExecutor,
-    tell: Callable[[int], None],
+    tell: _Tell,
 ) -> None:
     """Append every job's ids. They are flushed to disk on the way, beside everything else, not all at the end."""
     flushed: Future[None] | None = None
@@ -180,12 +184,12 @@ def _write(
             writers[part.split].append(part)
         counts.empty += empty
         counts.replaced += replaced
-        tell(job.read)
+        tell("encode", job.read)
         if number % _JOBS_A_FLUSH == 0 and (flushed is None or flushed.done()):
             flushed = beside.submit(writers["train"].tokens.sync)
     if flushed is not None:
         flushed.result()
-    tell(counts.bytes)
+    tell("encode", counts.bytes)
 
 
 @contextmanager
@@ -247,6 +251,7 @@ class _Reader:
     piece_bytes: int
     text_field: str
     threads: int
+    tell: _Tell
 
     def jobs(self, files: list[Path], split: str = "", counts: ReadCounts | None = None) -> Iterator[_Job]:
         """The text in order, gathered into jobs of at least JOB_BYTES (the last: less)."""
@@ -270,7 +275,11 @@ class _Reader:
             found = [block.documents(self.errors) for block in job.blocks]
             return sum(len(documents.texts) - documents.unfinished for documents in found)
 
-        return [number for _, number in _in_order(ended, self.jobs(files, counts=ReadCounts()), self.threads)]
+        numbers = []
+        for job, number in _in_order(ended, self.jobs(files, counts=ReadCounts()), self.threads):
+            self.tell("split", job.read)
+            numbers.append(number)
+        return numbers
 
 
 class _Choice(NamedTuple):
