@@ -4,6 +4,7 @@ import pytest
 from bench_tools import tiny_cells
 
 from groundup.bench.suites import tokenizer as suite
+from groundup.cli import main
 from groundup.errors import UserError
 from groundup.tokenizer import END_OF_TEXT, Tokenizer
 
@@ -27,6 +28,15 @@ def test_every_task_with_every_tool_that_can(tmp_path):
             assert metrics[f"mb_per_second.{name}"] == pytest.approx(text.stat().st_size / 1e6 / seconds)
     tokens = Tokenizer.train([text], 300, [END_OF_TEXT]).encode(text.read_text())
     assert [cell["metrics"]["tokens"] for cell in cells[2:4]] == [len(tokens)] * 2
+
+
+def test_flags_that_would_change_nothing_are_refused(tmp_path, capsys):
+    assert main(["bench", "tokenizer", "--seed", "3"]) == 2
+    assert "unknown flag --seed" in capsys.readouterr().err
+    assert main(["bench", "tokenizer", "--device", "cuda"]) == 2
+    assert "'cuda'" in capsys.readouterr().err
+    assert main(["bench", "tokenizer", "--slurm", str(tmp_path / "job.sh")]) == 0
+    assert "gpu" not in (tmp_path / "job.sh").read_text()
 
 
 def test_bad_options_are_one_line():

@@ -11,9 +11,9 @@ import tempfile
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, at_least, numbers, words
 from groundup.bench.cells import Parameters
@@ -51,6 +51,9 @@ class Options(SweepOptions):
     """Threads, for train and files."""
     steps: int = 5
     """Timed samples."""
+    device: Literal["cpu"] = "cpu"
+    """Where to measure: tokenizers run on processors."""
+    seed: int = field(default=0, init=False)  # nothing here is random: no flag
 
 
 def cells(options: Options) -> list[Parameters]:
@@ -73,7 +76,7 @@ def cells(options: Options) -> list[Parameters]:
             "tokenizer": "" if task == "train" else options.tokenizer,
             "threads": count,
             "steps": options.steps,
-            "device": "cpu",
+            "device": options.device,
         }
         for task in words(options.task, "--task", tuple(TASKS))
         for text in texts
