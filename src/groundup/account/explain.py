@@ -1,7 +1,10 @@
 """Each figure's formula, with its numbers and its source: what `groundup account … --explain` prints."""
 
+import re
+import unicodedata
 from collections import Counter
 from dataclasses import dataclass
+from math import prod
 
 from groundup.account.device import EVEN, FOREACH, UNEVEN, Costs, kernel_ms
 from groundup.account.flops import convention_per_token, matrix_products
@@ -14,6 +17,28 @@ from groundup.config import ModelConfig
 
 CODE = "read off the model's code, held to it by test"
 MEGATRON = "compare Korthikanti et al. 2022 (arXiv 2205.05198), whose 34·s·b·h + 5·a·s²·b holds for GELU and dropout"
+MEMORY = {
+    "parameters": "weights",
+    "gradients": "after backward",
+    "optimizer": "AdamW's two moments",
+    "buffers": "rotary angles",
+    "inputs": "ids and targets",
+    "tensors": "all of the above",
+    "static": "held between steps, as the allocator counts it (blocks)",
+    "activations": "kept by autograd at the end of forward",
+    "activations.layer": "of these, one block",
+    "activations.scores": "of these, attention weights",
+    "logits": "one tensor of logits",
+    "workspace": "cuBLAS's scratch memory",
+    "kv_cache": "for generation; not part of the step",
+    "peak_forward": "largest during forward",
+    "peak_backward": "largest during backward",
+    "peak_optimizer": "largest during the optimizer step",
+    "peak": "largest of the steady step (max_memory_allocated)",
+    "peak_first_step": "the same for the first step",
+    "reserved": "held from the device (memory_reserved)",
+}
+"""What each key of memory.memory means."""
 
 
 @dataclass(frozen=True)
@@ -30,94 +55,91 @@ class Line:
         return f"{self.quantity} = {self.formula}\n    = {self.numbers}\n    = {self.value}   [{self.source}]"
 
 
+def line(quantity: str, formula: str, value: str, source: str, note: str = "", **symbols: object) -> Line:
+    """A line whose numbers are the formula with the symbols' values in it (dₕ is given as dh); `note` explains them."""
+    names = re.compile(r"[^\W\d]\w*")
+    numbers = names.sub(lambda name: str(symbols.get(unicodedata.normalize("NFKC", name[0]), name[0])), formula)
+    return Line(quantity, f"{formula}   ({note})" if note else formula, numbers, value, source)
+
+
 def explain_params(config: ModelConfig) -> list[Line]:
-    p = parameters(config)
-    V, d, L, f = config.vocab_size, config.d_model, config.n_layers, config.d_ff
-    H, Hkv, dh = config.n_heads, config.n_kv_heads, config.d_head
-    rows = [
-        ("embeddings", "V·d", f"{V}·{d}"),
-        ("attention.q", "L·d·(H·dₕ)", f"{L}·{d}·({H}·{dh})"),
-        ("attention.k", "L·d·(Hₖᵥ·dₕ)", f"{L}·{d}·({Hkv}·{dh})"),
-        ("attention.v", "L·d·(Hₖᵥ·dₕ)", f"{L}·{d}·({Hkv}·{dh})"),
-        ("attention.output", "L·(H·dₕ)·d", f"{L}·({H}·{dh})·{d}"),
-        ("ffn", "L·3·d·d_ff (gated: w1, w3, w2)", f"{L}·3·{d}·{f}"),
-        ("norms", "L·2·d + d", f"{L}·2·{d} + {d}"),
-        ("head", "0 (tied to the embeddings)" if config.tie_embeddings else "V·d", f"{p['head']}"),
-        ("total", "sum of the above", " + ".join(f"{p[k]}" for k in ("embeddings", "norms", "head")) + " + matrices"),
-    ]
-    lines = [Line(f"parameters.{k}", formula, numbers, f"{p[k]:,}", "definition") for k, formula, numbers in rows]
-    two = parameters(ungated(config))["total"]
-    source = "GPT-2's feed-forward (Radford et al. 2019) at the same d_ff"
-    lines.append(
-        Line("parameters.ungated.total", "total - L·d·d_ff", f"{p['total']} - {L}·{d}·{f}", f"{two:,}", source)
+    p, m, q, gains = parameters(config), 3 if config.gated else 2, 2 if config.qk_norm else 0, config.norm != "none"
+    shape = {"V": config.vocab_size, "d": config.d_model, "L": config.n_layers, "d_ff": config.d_ff, "m": m}
+    shape |= {"H": config.n_heads, "Hkv": config.n_kv_heads, "dh": config.d_head}
+    shape |= {"n": 2 if gains else 0, "q": q, "f": int(config.norm == "pre"), "t": int(not config.tie_embeddings)}
+    parts = {name: p[name] for name in ("embeddings", "ffn", "norms", "head")}
+    parts["attention"] = sum(value for name, value in p.items() if name.startswith("attention."))
+    gpt2 = "GPT-2's feed-forward (Radford et al. 2019) at the same d_ff"
+    rows = (
+        ("embeddings", "V·d", ""),
+        ("attention.q", "L·d·H·dₕ", ""),
+        ("attention.k", "L·d·Hₖᵥ·dₕ", ""),
+        ("attention.v", "L·d·Hₖᵥ·dₕ", ""),
+        ("attention.output", "L·H·dₕ·d", ""),
+        ("ffn", "L·m·d·d_ff", "m matrices: 3 with a gate, 2 without"),
+        ("norms", "L·(n·d + q·dₕ) + f·d", "gains: n, q of a block and of its QK-norm, f before the head"),
+        ("head", "t·V·d", "t: 0 tied to the embeddings, else 1"),
+        ("total", "embeddings + attention + ffn + norms + head", ""),
     )
-    return lines
+    lines = [line(f"parameters.{k}", text, f"{p[k]:,}", "definition", note, **shape | parts) for k, text, note in rows]
+    two, known = parameters(ungated(config))["total"], shape | {"total": p["total"]}
+    return [*lines, line("parameters.ungated.total", "total - (m - 2)·L·d·d_ff", f"{two:,}", gpt2, "", **known)]
 
 
 def explain_flops(config: ModelConfig, setting: Setting) -> list[Line]:
-    rows = []
-    for p in matrix_products(config, setting.batch, setting.context, setting.attention):
-        half = " · 1/2 (the causal half)" if p.executed != 1 else ""
-        rows.append(
-            Line(
+    lines = []
+    for p in matrix_products(config, setting.batch, setting.context, setting.attention, setting.kernels):
+        part = p.executed != 1
+        lines.append(
+            line(
                 f"flops.forward: {p.name}",
-                f"2 · count · batch · m · k · n{half}",
-                f"2 · {p.count} · {p.batch} · {p.m} · {p.k} · {p.n}{half}",
+                "2 · count · batch · m · k · n" + " · executed" * part,
                 f"{p.forward_flops:,} FLOP = {p.forward_flops // 2:,} MAC; backward {p.backward_factor:g} ×",
                 "a multiply-add is two FLOP, as torch.utils.flop_counter has it",
+                "executed: the causal half, or 3 with both gradients" * part,
+                **vars(p),
             )
         )
-    matrix, tokens = parameters(config)["matrix"], setting.batch * setting.context
-    L, d, T = config.n_layers, config.d_model, setting.context
-    rows.append(
-        Line(
-            "flops.convention",
-            "tokens · (6·N + 12·L·d·T), N = matrices incl. head, without embedding and gains",
-            f"{tokens} · (6·{matrix} + 12·{L}·{d}·{T})",
-            f"{tokens * convention_per_token(config, T):,} FLOP",
-            "Chowdhery et al. 2022 (PaLM), appendix B",
-        )
+    tokens, T = setting.batch * setting.context, setting.context
+    convention = line(
+        "flops.convention",
+        "tokens · (6·N + 12·L·d·T)",
+        f"{tokens * convention_per_token(config, T):,} FLOP",
+        "Chowdhery et al. 2022 (PaLM), appendix B",
+        "N = matrices incl. head, without embedding and gains",
+        tokens=tokens,
+        N=parameters(config)["matrix"],
+        L=config.n_layers,
+        d=config.d_model,
+        T=T,
     )
-    return rows
+    return [*lines, convention]
 
 
 def explain_memory(config: ModelConfig, step: Step, table: dict[str, int]) -> list[Line]:
-    setting, P = step.setting, parameters(config)["total"]
-    item = ITEMSIZE[setting.weights]
-    two = f"2 · {item} · {P}" if table["optimizer"] else "0 (no optimizer in this mode)"
+    setting = step.setting
+    symbols: dict[str, object] = {"P": parameters(config)["total"], "bytes": ITEMSIZE[setting.weights]}
+    symbols |= {"L": config.n_layers, "batch": setting.batch, "Hkv": config.n_kv_heads, "T": setting.context}
+    symbols |= {"dh": config.d_head, "item": setting.activation_bytes, "size": setting.workspace_mib}
+    symbols["threads"] = round(table["workspace"] / 2**20 / max(1, setting.workspace_mib))
+    rows = (
+        ("parameters", "bytes · P", "definition"),
+        ("gradients", "bytes · P" if table["gradients"] else "0", "definition"),
+        ("optimizer", "2 · bytes · P" if table["optimizer"] else "0", "AdamW's state"),
+        ("kv_cache", "2 · L · batch · Hₖᵥ · T · dₕ · item", "definition"),
+        (
+            "workspace",
+            "threads · size · 2**20",
+            "one a thread that multiplies; torch's CUBLAS_WORKSPACE_CONFIG default",
+        ),
+    )
     lines = [
-        Line("memory.parameters", "bytes a number · P", f"{item} · {P}", sizes(table["parameters"]), "definition"),
-        Line(
-            "memory.gradients",
-            "as the parameters, after backward",
-            f"{item} · {P}" if table["gradients"] else "0 (no backward in this mode)",
-            sizes(table["gradients"]),
-            "definition",
-        ),
-        Line("memory.optimizer", "two moments, as the parameters", two, sizes(table["optimizer"]), "AdamW's state"),
-        Line(
-            "memory.activations",
-            "Σ count · shape · bytes, over what autograd keeps, each piece of memory once",
-            " + ".join(_shapes(step)),
-            sizes(table["activations"]),
-            f"{CODE}; {MEGATRON}",
-        ),
-        Line(
-            "memory.kv_cache",
-            "2 · L · batch · Hₖᵥ · T · dₕ · bytes (generation; not part of the peak)",
-            f"2 · {config.n_layers} · {setting.batch} · {config.n_kv_heads} · {setting.context} · {config.d_head}"
-            f" · {2 if setting.precision.startswith('bf16') else 4}",
-            sizes(table["kv_cache"]),
-            "definition",
-        ),
-        Line(
-            "memory.workspace",
-            "cuBLAS, one for each thread that multiplies (forward's, backward's)",
-            f"{table['workspace'] / 2**20 / max(1, setting.workspace_mib):.0f} · {setting.workspace_mib} MiB",
-            sizes(table["workspace"]),
-            "torch's CUBLAS_WORKSPACE_CONFIG default",
-        ),
+        line(f"memory.{key}", formula, sizes(table[key]), source, MEMORY[key], **symbols)
+        for key, formula, source in rows
     ]
+    sum_of = f"Σ count · shape · bytes, each piece of memory once   ({MEMORY['activations']})"
+    source, saved = f"{CODE}; {MEGATRON}", " + ".join(_shapes(step)) or "0"
+    lines.append(Line("memory.activations", sum_of, saved, sizes(table["activations"]), source))
     name = max((n for n in ("forward", "backward", "optimizer") if n in step.phases), key=lambda n: step.phases[n].peak)
     peak = step.phases[name]
     parts = " + ".join(f"{k} {v / 2**30:.3f}" for k, v in sorted(peak.at_peak.items(), key=lambda kv: -kv[1]) if v)
@@ -134,39 +156,48 @@ def explain_memory(config: ModelConfig, step: Step, table: dict[str, int]) -> li
 
 
 def _shapes(step: Step) -> list[str]:
-    """count · (shape) · bytes of the saved tensors, the largest group first."""
+    """count · shape · bytes of the saved tensors, the largest first; what keeps a whole tensor counts as that."""
     groups = Counter((t.shape, t.dtype, t.bytes) for t in step.saved)
     rows = sorted(groups.items(), key=lambda item: -item[1] * item[0][2])
-    return [f"{n}·{'×'.join(map(str, shape)) or '1'}·{ITEMSIZE[dtype]}" for (shape, dtype, _), n in rows]
+    texts = []
+    for (shape, dtype, nbytes), n in rows:
+        whole = prod(shape) * ITEMSIZE[dtype] != nbytes
+        size = nbytes // ITEMSIZE[dtype] if whole else "×".join(map(str, shape)) or "1"
+        texts.append(f"{n}·{size}·{ITEMSIZE[dtype]}")
+    return texts
 
 
 def explain_throughput(step: Step, gpu: Gpu, costs: Costs, table: dict[str, float]) -> list[Line]:
     precision = step.setting.precision
     lines = [_kernel_line(step, gpu, costs), *_rate_lines(gpu, precision)]
     for name, time in phase_times(step.kernels, gpu, precision, costs).items():
+        parts = {"products": time.matmul, "others": time.elementwise, "waiting": time.idle}
         lines.append(
-            Line(
+            line(
                 f"time.{name}",
-                "Σ time of matrix products + Σ time of the rest + the device's wait for the host, kernel by kernel: "
-                "end = max(end of the one before, issued by the host) + time",
-                f"{time.matmul:.3f} + {time.elementwise:.3f} + {time.idle:.3f} ms ({time.kernels} kernels, "
-                f"{time.flops:,} FLOP, {time.bytes:,} B); the host issues {time.issued} operations in "
-                f"{time.issued} · {costs.launch_us:g} µs = {time.launch:.3f} ms",
+                "products + others + waiting",
                 f"{time.total:.3f} ms",
                 "two queues, host and device (throughput.py)",
+                "kernel by kernel: end = max(end of the one before, issued by the host) + time; "
+                f"{time.kernels} kernels, {time.flops:,} FLOP, {time.bytes:,} B; the host issues {time.issued} "
+                f"operations in {time.issued} · {costs.launch_us:g} µs = {time.launch:.3f} ms",
+                **{key: f"{value:.3f}" for key, value in parts.items()},
             )
         )
-    lines.append(
-        Line(
+    peak = gpu.matmul_tflops(precision)
+    return [
+        *lines,
+        line(
             "mfu",
-            "convention FLOP of the step / time / peak",
-            f"{table['mfu'] * table['step'] * gpu.matmul_tflops(precision) * 1e9:.4g} / {table['step']:.3f} ms / "
-            f"{gpu.matmul_tflops(precision):g} TFLOP/s",
+            "FLOP / step / peak / 1e9",
             f"{table['mfu']:.1%}",
             "Chowdhery et al. 2022 (PaLM), appendix B",
-        )
-    )
-    return lines
+            "FLOP of the convention; step in ms; peak in TFLOP/s",
+            FLOP=f"{table['mfu'] * table['step'] * peak * 1e9:.4g}",
+            step=f"{table['step']:.3f}",
+            peak=f"{peak:g}",
+        ),
+    ]
 
 
 def _kernel_line(step: Step, gpu: Gpu, costs: Costs) -> Line:
@@ -184,13 +215,16 @@ def _kernel_line(step: Step, gpu: Gpu, costs: Costs) -> Line:
 
 
 def _rate_lines(gpu: Gpu, precision: str) -> list[Line]:
+    peak, sms = gpu.matmul_tflops(precision), gpu.multiprocessors
     return [
-        Line(
+        line(
             "rate of matrix products",
-            "peak of the precision",
-            f"{gpu.matmul_tflops(precision):g} TFLOP/s",
-            f"{gpu.matmul_tflops(precision) / gpu.multiprocessors:.3f} TFLOP/s a multiprocessor",
+            "peak / multiprocessors",
+            f"{peak / sms:.3f} TFLOP/s a multiprocessor",
             gpu.source,
+            f"peak of {precision} in TFLOP/s",
+            peak=f"{peak:g}",
+            multiprocessors=sms,
         ),
         Line(
             "rate of passes over memory",

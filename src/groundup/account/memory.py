@@ -85,6 +85,11 @@ class Setting:
     def weights(self) -> DType:
         return "bf16" if self.precision == "bf16-pure" else "fp32"
 
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of a number that a matrix product makes: 4, or 2 under autocast and in bf16."""
+        return 4 if self.precision.endswith("32") else 2
+
 
 @dataclass(frozen=True)
 class SavedTensor:
@@ -179,9 +184,6 @@ def memory(config: ModelConfig, step: Step) -> dict[str, int]:
     count = parameters(config)["total"]
     weights = count * ITEMSIZE[setting.weights]
     trains = setting.mode == "train-step"
-    logits = setting.batch * setting.context * config.vocab_size * (4 if setting.weights == "fp32" else 2)
-    if setting.precision.endswith("mixed"):
-        logits //= 2
     table = {
         "parameters": weights,
         "gradients": weights if setting.mode != "forward" else 0,
@@ -189,10 +191,8 @@ def memory(config: ModelConfig, step: Step) -> dict[str, int]:
         "buffers": step.buffers,
         "inputs": step.inputs,
         "activations": sum(t.bytes for t in step.saved),
-        "logits": logits,
-        "kv_cache": kv_cache_bytes(
-            config, setting.batch, setting.context, 4 if setting.precision.endswith("32") else 2
-        ),
+        "logits": setting.batch * setting.context * config.vocab_size * setting.activation_bytes,
+        "kv_cache": kv_cache_bytes(config, setting.batch, setting.context, setting.activation_bytes),
         "workspace": step.workspace,
     }
     table["tensors"] = sum(table[k] for k in ("parameters", "gradients", "optimizer", "buffers", "inputs"))

@@ -6,6 +6,7 @@ from typing import Any
 
 from groundup.account.device import Costs
 from groundup.account.explain import (
+    MEMORY,
     Line,
     explain_flops,
     explain_memory,
@@ -151,28 +152,7 @@ def memory_report(config: ModelConfig, setting: Setting) -> Report:
     setting = setting.checked(config)
     step = trace(config, setting)
     table = memory(config, step)
-    named = {
-        "parameters": "weights",
-        "gradients": "after backward",
-        "optimizer": "AdamW's two moments",
-        "buffers": "rotary angles",
-        "inputs": "ids and targets",
-        "tensors": "all of the above",
-        "static": "held between steps, as the allocator counts it (blocks)",
-        "activations": "kept by autograd at the end of forward",
-        "activations.layer": "of these, one block",
-        "activations.scores": "of these, attention weights",
-        "logits": "one tensor of logits",
-        "workspace": "cuBLAS's scratch memory",
-        "kv_cache": "for generation; not part of the step",
-        "peak_forward": "largest during forward",
-        "peak_backward": "largest during backward",
-        "peak_optimizer": "largest during the optimizer step",
-        "peak": "largest of the steady step (max_memory_allocated)",
-        "peak_first_step": "the same for the first step",
-        "reserved": "held from the device (memory_reserved)",
-    }
-    rows = [(f"memory.{k}", *_both(table[k]), text) for k, text in named.items() if k in table]
+    rows = [(f"memory.{k}", *_both(table[k]), text) for k, text in MEMORY.items() if k in table]
     title = f"Memory: {_shape_of(config)}; {_conditions(setting)}\nGiB is 2**30 bytes, GB is 10**9."
     shown = ("end", "peak", "at_peak", "peak_tensor")
     phases = {name: {key: getattr(phase, key) for key in shown} for name, phase in step.phases.items()}
