@@ -87,6 +87,27 @@ def test_without_an_exchange_the_old_directory_comes_back_when_the_new_one_canno
     assert [p.name for p in tmp_path.iterdir()] == ["d"]
 
 
+def test_a_writer_killed_between_its_two_renames_loses_nothing(tmp_path: Path):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    old, new = tmp_path / f".d.{dead.pid}.old", tmp_path / f".d.{dead.pid}.tmp"
+    write_directory(old, "1")
+    new.mkdir()
+
+    def fails() -> None:
+        with directory_written_aside(tmp_path / "d"):
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError):
+        fails()
+    assert (tmp_path / "d" / "a").read_text() == "1"
+    assert [p.name for p in tmp_path.iterdir()] == ["d"]
+    write_directory(old, "0")  # killed after its second rename: the new one is in place
+    write_directory(tmp_path / "d", "2")
+    assert (tmp_path / "d" / "a").read_text() == "2"
+    assert [p.name for p in tmp_path.iterdir()] == ["d"]
+
+
 def test_what_killed_writers_left_is_removed_and_what_living_ones_write_is_not(tmp_path: Path):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()

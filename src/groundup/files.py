@@ -57,8 +57,9 @@ def directory_written_aside(target: Path) -> Generator[Path]:
     """Yield an empty directory beside `target`; when the block ends well, it takes `target`'s place.
 
     An existing `target` stays until then, and stays for good when the block raises; of a symbolic link the directory
-    it leads to is replaced. What a killed process left aside for this `target` is deleted first. Raises UserError where
-    `target` is a file; an OSError names `target` where the system names nothing.
+    it leads to is replaced. What a killed process left aside for this `target` is deleted first; the old content,
+    if it was moved away and nothing took its place, is put back. Raises UserError where `target` is a file; an OSError
+    names `target` where the system names nothing.
     """
     target = Path(target).resolve()
     if target.exists() and not target.is_dir():
@@ -115,10 +116,17 @@ def _exchange(a: Path, b: Path) -> None:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Delete what writers of `target` left beside it when they were killed: their process is gone."""
+    """Delete what writers of `target` left beside it when they were killed: their process is gone.
+
+    One that was killed between the two renames of `_exchange` left the old directory as .old alone: it comes back.
+    """
     for path in target.parent.iterdir():
-        left = re.fullmatch(rf"\.{re.escape(target.name)}\.(\d{{1,9}})\.tmp", path.name)
-        if left and not _is_another(int(left[1])):
+        left = re.fullmatch(rf"\.{re.escape(target.name)}\.(\d{{1,9}})\.(tmp|old)", path.name)
+        if not left or _is_another(int(left[1])):
+            continue
+        if left[2] == "old" and not target.exists():
+            os.rename(path, target)
+        else:
             shutil.rmtree(path, ignore_errors=True)
 
 
