@@ -69,8 +69,8 @@ class Quickstart:
 def quickstart(job: Quickstart) -> bool:
     """Do all stages that are not done; True when the end was reached, False when training was interrupted."""
     start = time.monotonic()
-    if not job.budget_seconds > 0:
-        raise UserError(f"--budget-seconds is {job.budget_seconds:g}; it must be positive")
+    if not 0 < job.budget_seconds < float("inf"):
+        raise UserError(f"--budget-seconds is {job.budget_seconds:g}; it must be a positive number")
     corpus, inputs = _inputs(job)
     with _claimed(job, inputs):
         source = corpus or _embedded_corpus(job.out)

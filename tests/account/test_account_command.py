@@ -1,16 +1,18 @@
 """The command: JSON against its schema, tables, no torch; and the throughput's arithmetic."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
 
-from groundup.account import Setting, gpu, max_batch, parameters, predict_step, trace
+from groundup.account import Setting, gpu, max_batch, parameters, predict_step, report, trace
 from groundup.account.device import Costs, kernel_ms
 from groundup.account.hardware import GPUS
 from groundup.account.tape import Kernel
@@ -56,6 +58,43 @@ def test_tables_state_their_units_and_formulas_their_sources(
     assert text.count("[") >= 3
 
 
+MODELS = [
+    ("bf16-pure", {}),
+    ("fp32", {"ffn": "silu", "norm": "none", "qk_norm": True}),
+    ("fp16-mixed", {"ffn": "relu2", "norm": "post", "n_kv_heads": 1, "tie_embeddings": True}),
+]
+
+
+@pytest.mark.parametrize(("precision", "changes"), MODELS, ids=str)
+def test_every_formulas_numbers_give_its_value(precision: str, changes: dict[str, Any]) -> None:
+    config = replace(size("stories-17m"), **changes).resolve()
+    device = gpu("h200-measured")
+    found = []
+    for kernels, mode, attention in (("reference", "train-step", "reference"), ("loss", "forward", "flash")):
+        setting = Setting(2, 16, mode, precision, attention, kernels=kernels)
+        for one in (
+            report.params_report(config),
+            report.flops_report(config, setting),
+            report.memory_report(config, setting),
+            report.throughput_report(config, setting, device, Costs()),
+        ):
+            found += one.lines
+    checked = set()
+    for line in found:
+        value, unit = re.fullmatch(r"([\d.,]+)(.*)", line.value).groups()
+        tolerance = 2e-3 if "." in value else 0
+        value = float(value.rstrip(",").replace(",", "")) / (100 if unit == "%" else 1)
+        numbers = line.numbers.replace("·", "*").replace("×", "*")
+        if re.fullmatch(r"[\d.e+*/() -]+", numbers):
+            assert eval(numbers) == pytest.approx(value, rel=1e-12, abs=tolerance), line
+            checked.add(line.quantity)
+        elif line.quantity == "memory.peak":
+            parts = sum(float(word) for word in re.findall(r"\d+\.\d+", numbers))
+            assert parts * 2**30 == pytest.approx(value, abs=4 * 0.0005 * 2**30)
+    unchecked = {line.quantity for line in found} - checked
+    assert all(q == "memory.peak" or q.startswith(("time of one product", "rate of passes")) for q in unchecked)
+
+
 def test_the_schema_refuses_other_documents() -> None:
     good = {"command": "account params", "config": {}, "units": {}, "parameters.total": 1}
     good["config"] = dict.fromkeys(SCHEMA["properties"]["config"]["required"], 1)
@@ -83,6 +122,8 @@ def test_a_runs_configuration_file(tmp_path: Path, capsys: pytest.CaptureFixture
         (["throughput", "--size", "small", "--gpu", "h20"], "did you mean"),
         (["throughput", "--size", "small", "--gpus", "0"], "--gpus is 0"),
         (["throughput", "--size", "small", "--kernel-us", "-1"], "--kernel-us is -1"),
+        (["throughput", "--size", "small", "--tokens", "nan"], "--tokens is nan"),
+        (["throughput", "--size", "small", "--tokens", "inf"], "--tokens is inf"),
         (["memory", "--size", "small", "--checkpoint-every", "13"], "12 layers"),
     ],
 )

@@ -185,6 +185,17 @@ def test_a_sweep_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert "exact" in streams.out
 
 
+def test_a_result_is_not_taken_for_the_file_to_write(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.json").write_text("a result")
+    with pytest.raises(UserError, match=r"--json a\.json: this file exists; write --json=a\.json"):
+        run(capsys, "check", "--json", "a.json", "b.json")
+    assert (tmp_path / "a.json").read_text() == "a result"
+    for argv in (["--json=a.json", "b.json"], ["--json", "new.json", "b.json"], ["b.json", "--json", "a.json"]):
+        with pytest.raises(UserError, match=r"no such result file or directory: b\.json"):
+            run(capsys, "check", *argv)
+
+
 def test_strict_fails_on_a_missed_target(tmp_path, monkeypatch, capsys):
     in_process(monkeypatch)
     monkeypatch.setattr(check_module, "predictions", lambda *args: {"parameters.total": 1})
@@ -218,6 +229,9 @@ def test_help_lists_everything(capsys):
         ([*STEP, "--time-limit", "0"], "--time-limit is 0"),
         ([*STEP, "--deadline-seconds", "-1"], "--deadline-seconds is -1"),
         (["step", "--plot", "x.jpg", "--device", "cpu"], "--plot x.jpg"),
+        (["mixed-precision", "--plot", "x.png", "--device", "cpu"], "mixed-precision has nothing to draw"),
+        ([*STEP, "--time-limit", "inf"], "--time-limit is inf"),
+        ([*STEP, "--deadline-seconds", "nan"], "--deadline-seconds is nan"),
     ],
 )
 def test_wrong_commands_are_one_line(argv, words, tmp_path, monkeypatch):

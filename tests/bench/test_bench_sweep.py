@@ -67,7 +67,9 @@ def test_failures_are_cells_and_not_the_end(tmp_path, monkeypatch):
     assert len(set(pids)) == 3  # … and a fresh one after each failure
     assert progress == [(i, 7) for i in range(1, 8)]
     validate(document("fake-failures", cells))
-    assert json.loads(json.dumps(cells)) == [read_cell(tmp_path / "cells", c["parameters"]) for c in cells]
+    assert json.loads(json.dumps(cells)) == [
+        read_cell(tmp_path / "cells", c["benchmark"], c["parameters"]) for c in cells
+    ]
 
 
 def options_for(benchmark, directory, **changes):
@@ -128,7 +130,7 @@ def test_a_corrupt_cell_is_named(tmp_path, monkeypatch):
     in_process(monkeypatch)
     benchmark = find("mixed-precision")
     options = options_for(benchmark, tmp_path, part="accumulation")
-    path = tmp_path / file_name(benchmark.cells(options)[0])
+    path = tmp_path / file_name(benchmark.name, benchmark.cells(options)[0])
     for text in ("{", "[]", '{"schema": 99}', '{"schema": 1, "cells": [3]}'):
         path.write_text(text)
         with pytest.raises(UserError, match=path.name):
@@ -137,9 +139,11 @@ def test_a_corrupt_cell_is_named(tmp_path, monkeypatch):
 
 def test_names_differ_where_parameters_do():
     base = {"size": "small", "grad": True, "n": 1, "device": "cpu"}
-    names = {file_name(base | change) for change in ({}, {"grad": False}, {"n": 2}, {"size": "a/b"}, {"x": 0.5})}
-    assert len(names) == 5
+    changes = ({}, {"grad": False}, {"n": 2}, {"size": "a/b"}, {"x": 0.5})
+    names = {file_name(benchmark, base | change) for benchmark in ("ddp", "sharding") for change in changes}
+    assert len(names) == 10
     assert all("/" not in name for name in names)
+    assert file_name("ddp", dict(reversed(base.items()))) == file_name("ddp", base)
 
 
 def test_an_exception_is_a_cell_with_its_last_line():
@@ -162,9 +166,10 @@ def test_what_counts_as_out_of_memory():
 def test_selecting_cells(tmp_path):
     from bench_tools import cell
 
-    cells = [cell(a="x", n=1), cell(a="y", n=2)]
+    cells = [cell(a="x", n=1, causal=False), cell(a="y", n=2, causal=True)]
     assert select(cells, "") == cells
     assert select(cells, "a=y,n=2") == cells[1:]
+    assert select(cells, "causal=yes") == cells[1:]
     for wrong in ("b=1", "a", "a=z"):
         with pytest.raises(UserError, match="--where"):
             select(cells, wrong)

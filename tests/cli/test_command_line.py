@@ -80,6 +80,7 @@ def test_every_command_has_help_from_its_docstrings(command: str, capsys: pytest
         ("evaluate --json", ["missing: RUN"]),
         ("evaluate no/such/run", ["no/such/run"]),
         ("quickstart --budget-seconds 0", ["--budget-seconds is 0"]),
+        ("quickstart --budget-seconds inf", ["--budget-seconds is inf"]),
         ("quickstart --vocab-size 256", ["256", "at least 257"]),
     ],
 )

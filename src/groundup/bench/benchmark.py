@@ -143,9 +143,9 @@ def shapes(sizes: str, config: str) -> dict[str, ModelConfig]:
 
 
 def at_least(value: float, flag: str, least: float) -> None:
-    """Raises UserError when `value` is below `least`."""
-    if value < least:
-        raise UserError(f"{flag} is {value}; it must be at least {least}")
+    """Raises UserError when `value` is below `least`, or no number."""
+    if not least <= value < float("inf"):
+        raise UserError(f"{flag} is {value}; it must be a number of at least {least}")
 
 
 def _filled(found: list, flag: str) -> list:

@@ -46,23 +46,24 @@ def make_cell(
     }
 
 
-def file_name(parameters: Parameters) -> str:
-    """A readable and unique file name: the values, then a digest of names and values."""
-    digest = sha256(json.dumps(parameters, sort_keys=True).encode()).hexdigest()[:10]
-    words = [value for value in parameters.values() if isinstance(value, str) and value]
-    words += [f"{name.replace('_', '')}{value}" for name, value in parameters.items() if type(value) is int]
+def file_name(benchmark: str, parameters: Parameters) -> str:
+    """A readable and unique file name, whatever the parameters' order: name and values, then a digest of all."""
+    ordered = sorted(parameters.items())
+    digest = sha256(json.dumps([benchmark, ordered]).encode()).hexdigest()[:10]
+    words = [benchmark, *(value for _, value in ordered if isinstance(value, str) and value)]
+    words += [f"{name.replace('_', '')}{value}" for name, value in ordered if type(value) is int]
     slug = "".join(c if c.isalnum() or c in ".-" else "_" for c in "-".join(words))[:100]
     return f"{slug}-{digest}.json"
 
 
 def write_cell(directory: Path, cell: Cell) -> None:
     """Write the cell to its own file; a reader sees all of it or nothing."""
-    write_atomic(directory / file_name(cell["parameters"]), json.dumps(cell, indent=1) + "\n")
+    write_atomic(directory / file_name(cell["benchmark"], cell["parameters"]), json.dumps(cell, indent=1) + "\n")
 
 
-def read_cell(directory: Path, parameters: Parameters) -> Cell | None:
+def read_cell(directory: Path, benchmark: str, parameters: Parameters) -> Cell | None:
     """The cell measured earlier, or None. Raises UserError when its file is corrupt."""
-    path = directory / file_name(parameters)
+    path = directory / file_name(benchmark, parameters)
     return next(_cells_of(path), None) if path.exists() else None
 
 
@@ -95,10 +96,17 @@ def select(cells: Sequence[Cell], where: str) -> list[Cell]:
         names = {known for cell in cells for known in cell["parameters"]}
         if not equals or name not in names:
             raise UserError(f'--where "{condition}": give NAME=VALUE of a parameter{nearest_name(name, names)}')
-        cells = [cell for cell in cells if str(cell["parameters"].get(name)) == value]
+        cells = [cell for cell in cells if written(cell["parameters"].get(name)) == value]
     if not cells:
         raise UserError(f'--where "{where}": no cell has these values')
     return list(cells)
+
+
+def written(value: Any) -> str:
+    """A parameter as tables show it and `--where` takes it: yes and no for booleans."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "" if value is None else str(value)
 
 
 def _cells_of(path: Path) -> Iterator[Cell]:

@@ -16,7 +16,7 @@ SUFFIXES = (".png", ".pdf", ".svg")
 
 def plot(benchmark: Benchmark, cells: Sequence[Cell], path: Path) -> None:
     """Draw benchmark.plot_y over benchmark.plot_x. Raises UserError where there is nothing to draw."""
-    check_suffix(str(path))
+    check_plot(benchmark, str(path))
     lines = series(benchmark, cells)
     if not lines:
         raise UserError(f"--plot {path}: no cell of {benchmark.name} has a number to draw")
@@ -41,8 +41,10 @@ def plot(benchmark: Benchmark, cells: Sequence[Cell], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def check_suffix(path: str) -> None:
-    """Raises UserError for a picture format that is not offered (before a sweep, not after it)."""
+def check_plot(benchmark: Benchmark, path: str) -> None:
+    """Raises UserError, before a sweep and not after it, for what cannot be drawn and for a format not offered."""
+    if not benchmark.plot_x:
+        raise UserError(f"--plot {path}: {benchmark.name} has nothing to draw; --table writes its figures")
     if not path.endswith(SUFFIXES):
         raise UserError(f"--plot {path}: the name must end in {', '.join(SUFFIXES)}")
 
@@ -53,7 +55,7 @@ def series(benchmark: Benchmark, cells: Sequence[Cell]) -> dict[str, tuple[list,
     found: dict[str, list[tuple[Any, float, float]]] = {}
     for cell in cells:
         value = cell["metrics"].get(benchmark.plot_y)
-        if cell["status"] != "ok" or value is None or not benchmark.plot_x:
+        if cell["status"] != "ok" or value is None:
             continue
         y, spread = (value["mean"], value["std"]) if isinstance(value, dict) else (value, 0.0)
         label = ", ".join(f"{name.replace('_', ' ')} {cell['parameters'][name]}" for name in others)

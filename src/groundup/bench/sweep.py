@@ -62,7 +62,7 @@ def sweep(benchmark: Benchmark, options: SweepOptions, progress: Progress | None
     directory = directory_of(benchmark, options)
     found: dict[str, Cell] = {}
     for key, parameters in wanted.items():
-        cell = None if options.fresh else read_cell(directory, parameters)
+        cell = None if options.fresh else read_cell(directory, benchmark.name, parameters)
         if cell is not None and cell["status"] == "ok":
             found[key] = cell
     missing = [parameters for key, parameters in wanted.items() if key not in found]

@@ -6,7 +6,7 @@ from typing import Any
 from tabulate import tabulate
 
 from groundup.bench.benchmark import Benchmark, Column
-from groundup.bench.cells import Cell
+from groundup.bench.cells import Cell, written
 
 _FORMATS = {"markdown": "pipe", "latex": "latex_booktabs", "plain": "simple"}
 
@@ -26,7 +26,7 @@ def table(benchmark: Benchmark, cells: Sequence[Cell], form: str = "markdown") -
         values = [_number(cell["metrics"].get(column.metric), column) for column in shown]
         if cell["status"] != "ok":
             values = [_WRITTEN[cell["status"]], *[""] * (len(shown) - 1)] if shown else []
-        rows.append([_word(cell["parameters"].get(name)) for name in varying] + values)
+        rows.append([written(cell["parameters"].get(name)) for name in varying] + values)
     titles = [name.replace("_", " ") for name in varying] + [column.title for column in shown]
     # Numbers are already written as they should be; tabulate would round them again.
     text = tabulate(rows, headers=titles, tablefmt=_FORMATS[form], disable_numparse=True)
@@ -39,7 +39,7 @@ def table(benchmark: Benchmark, cells: Sequence[Cell], form: str = "markdown") -
 def progress_line(benchmark: Benchmark, cell: Cell) -> str:
     """One finished cell in one line: what was asked for, what came out."""
     hidden = (*benchmark.hidden, "seed", "steps", "device")
-    asked = " ".join(_word(value) for name, value in cell["parameters"].items() if name not in hidden)
+    asked = " ".join(written(value) for name, value in cell["parameters"].items() if name not in hidden)
     if cell["status"] != "ok":
         return f"{asked}: {_WRITTEN[cell['status']]} ({cell['message'][:150]})"
     values = [(c.title, _number(cell["metrics"].get(c.metric), c)) for c in benchmark.columns]
@@ -59,10 +59,10 @@ def _below(benchmark: Benchmark, cells: Sequence[Cell]) -> list[str]:
     """What the cells share, and what they were measured with; a stamp that differs lists its values."""
     varying = varying_parameters(benchmark, cells)
     first = cells[0]["parameters"]
-    fixed = [f"{k.replace('_', ' ')} {_word(v)}" for k, v in first.items() if k not in (*varying, *benchmark.hidden)]
+    fixed = [f"{k.replace('_', ' ')} {written(v)}" for k, v in first.items() if k not in (*varying, *benchmark.hidden)]
     stamps = []
     for name in _STAMP:
-        values = {_word(cell["environment"][name]) for cell in cells if cell["environment"].get(name) is not None}
+        values = {written(cell["environment"][name]) for cell in cells if cell["environment"].get(name) is not None}
         if values:
             stamps.append(f"{name.replace('_', ' ')} {' | '.join(sorted(values))}")
     lines = [f"All rows: {', '.join(fixed)}.", f"Measured with: {'; '.join(stamps)}."]
@@ -70,12 +70,6 @@ def _below(benchmark: Benchmark, cells: Sequence[Cell]) -> list[str]:
         lines.append("Times: mean ± standard deviation of the timed steps. GiB = 2^30 bytes, GB = 1e9 bytes.")
     failures = {f"{_WRITTEN[c['status']]}: {c['message']}" for c in cells if c["status"] in ("error", "timeout")}
     return lines + sorted(failures)
-
-
-def _word(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "" if value is None else str(value)
 
 
 def _number(value: Any, column: Column) -> str:

@@ -138,8 +138,8 @@ def _report(args: ParamsArgs):
     if not isinstance(args, ThroughputArgs):
         return report.memory_report(config, setting)
     for name in ("launch_us", "kernel_us", "tokens", "price"):
-        if getattr(args, name) < 0:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must not be negative")
+        if not 0 <= getattr(args, name) < float("inf"):
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be a number ≥ 0")
     if args.gpus < 1:
         raise UserError(f"--gpus is {args.gpus}; it must be at least 1")
     costs = Costs(args.launch_us, args.kernel_us)

@@ -88,14 +88,14 @@ def main(argv: list[str], prog: str) -> int:
 def _sweep(benchmark: Any, options: Any, argv: list[str]) -> int:
     from groundup.bench.cells import document
     from groundup.bench.check import missed
-    from groundup.bench.plots import check_suffix, plot
+    from groundup.bench.plots import check_plot, plot
     from groundup.bench.sweep import directory_of, sweep
     from groundup.bench.tables import check_table, progress_line, table
 
     if options.slurm:
         return _slurm(benchmark, options, argv)
     if options.plot:
-        check_suffix(options.plot)
+        check_plot(benchmark, options.plot)
     cells, left = sweep(benchmark, options, lambda i, n, cell: note(f"[{i}/{n}] {progress_line(benchmark, cell)}"))
     note(f"{len(cells)} cells in {directory_of(benchmark, options)}")
     if left:
@@ -129,7 +129,7 @@ def _slurm(benchmark: Any, options: Any, argv: list[str]) -> int:
 def _table(args: TableArgs) -> int:
     from groundup.bench.benchmark import find
     from groundup.bench.cells import document, read_results, select
-    from groundup.bench.plots import check_suffix, plot
+    from groundup.bench.plots import plot
     from groundup.bench.tables import table
 
     cells = select(read_results(_given(args.results)), args.where)
@@ -138,7 +138,6 @@ def _table(args: TableArgs) -> int:
         raise UserError(f"the results hold {', '.join(names)}; --plot takes those of one benchmark")
     by_name = {name: [cell for cell in cells if cell["benchmark"] == name] for name in names}
     if args.plot:
-        check_suffix(args.plot)
         plot(find(names[0]), cells, Path(args.plot))
     text = "\n\n".join(table(find(name), some, args.format) for name, some in by_name.items())
     emit(document(", ".join(names), cells), text, args.json)

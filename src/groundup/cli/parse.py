@@ -6,6 +6,7 @@ private to each of its releases.
 """
 
 import io
+import os
 import re
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
@@ -76,12 +77,20 @@ def flags(kind: type) -> list[str]:
 
 
 def _bare_json(argv: Sequence[str]) -> list[str]:
-    """`--json` without a path means standard output, spelled "-"; tyro has no options with an optional value."""
+    """`--json` without a path means standard output, spelled "-"; tyro has no options with an optional value.
+
+    Raises UserError for `--json A B` where A exists: A may be meant as an input, and would be replaced.
+    """
     words = []
     for i, word in enumerate(argv):
         words.append(word)
-        if word == "--json" and (i + 1 == len(argv) or (argv[i + 1].startswith("-") and argv[i + 1] != "-")):
+        if word != "--json":
+            continue
+        path, after = [*argv[i + 1 : i + 3], "-", "-"][:2]
+        if (path.startswith("-") and path != "-") or i + 1 == len(argv):
             words.append("-")
+        elif not after.startswith("-") and os.path.exists(path):
+            raise UserError(f"--json {path}: this file exists; write --json={path} to replace it, or --json last")
     return words
 
 
