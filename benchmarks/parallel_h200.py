@@ -17,7 +17,6 @@ variables may be tried from outside and are written into the rows: TORCH_NCCL_HI
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -314,10 +313,10 @@ def work(section: str, out: Path, tiny: bool, end: float, only: list[str]) -> No
 
 def run_section(section: str, options: argparse.Namespace, seconds: float) -> str:
     """Start the ranks, wait, stop what is left at the limit; returns how it ended."""
+    from torch.distributed import TCPStore
+
     out, ranks = options.out, options.ranks
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # held here: nobody can take its port
     end = time.time() + seconds
     processes = []
     for rank in range(ranks):
@@ -326,7 +325,8 @@ def run_section(section: str, options: argparse.Namespace, seconds: float) -> st
             "WORLD_SIZE": str(ranks),
             "LOCAL_RANK": str(rank),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
             "OMP_NUM_THREADS": "1" if options.tiny else "8",
             "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
@@ -335,9 +335,9 @@ def run_section(section: str, options: argparse.Namespace, seconds: float) -> st
         }
         command = [sys.executable, __file__, str(out), section, "--only", options.only, "--worker", str(end - 12)]
         command += ["--tiny"] if options.tiny else []
-        log = open(out / f"{section}.rank{rank}.log", "w")  # noqa: SIM115 - as long as the process
-        stdout = None if rank == 0 else log
-        processes.append(subprocess.Popen(command, env=variables, stdout=stdout, stderr=log))
+        with open(out / f"{section}.rank{rank}.log", "w") as log:  # the process has its own handle
+            stdout = None if rank == 0 else log
+            processes.append(subprocess.Popen(command, env=variables, stdout=stdout, stderr=log))
     codes: list[int | None] = [None] * ranks
     while None in codes and time.time() < end:
         codes = [process.poll() for process in processes]

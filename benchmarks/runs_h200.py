@@ -133,11 +133,11 @@ def begin(job: Job, gpu: int, work: Path) -> None:
     path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": str(gpu)}
     environment = {"OMP_NUM_THREADS": "4", **environment, **threads}
-    log = open(work / "logs" / f"{job.name}.txt", "w")  # noqa: SIM115 - the process' own
-    # A session of its own, so that the compiler's processes end with it.
-    job.process = subprocess.Popen(
-        job.command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-    )
+    with open(work / "logs" / f"{job.name}.txt", "w") as log:  # the process has its own handle
+        # A session of its own, so that the compiler's processes end with it.
+        job.process = subprocess.Popen(
+            job.command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
     job.gpu, job.started = gpu, time.monotonic()
 
 

@@ -85,8 +85,11 @@ def resume(work: str) -> dict:
     while process.poll() is None and not any(row["step"] > 110 for row in read_rows(runs[1] / "metrics.jsonl")):
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    if process.wait() != -signal.SIGKILL:
+        raise SystemExit(f"the run to be killed had ended by itself, with exit code {process.returncode}")
     killed_after = max(row["step"] for row in read_rows(runs[1] / "metrics.jsonl"))
+    if killed_after >= 200:
+        raise SystemExit("the run to be killed had done all of its 200 steps: nothing to resume")
     subprocess.run([*command, str(runs[1]), "--resume"], check=True)
     whole, broken = ([r for r in read_rows(run / "metrics.jsonl") if "loss" in r] for run in runs)
     evaluated = [[r["valid_loss"] for r in read_rows(run / "metrics.jsonl") if "valid_loss" in r] for run in runs]

@@ -82,6 +82,24 @@ def test_a_deadline_stops_what_runs_with_its_children_and_begins_nothing(place: 
     assert time.monotonic() - start < 30
 
 
+def test_a_run_that_ends_before_it_is_killed_proves_no_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import runs_jobs
+
+    ends = "import sys; sys.exit(3 * sys.argv[-1].endswith('broken'))"
+    does_all = """
+import json, sys, time
+from pathlib import Path
+out = Path(sys.argv[sys.argv.index("--out") + 1])
+out.mkdir(parents=True)
+(out / "metrics.jsonl").write_text("".join(json.dumps({"step": n, "loss": 1.0}) + chr(10) for n in range(1, 201)))
+time.sleep(60 * (out.name == 'broken'))
+"""
+    for code, message in ((ends, "exit code 3"), (does_all, "all of its 200 steps")):
+        monkeypatch.setattr(runs_jobs, "CLI", [sys.executable, "-c", code])
+        with pytest.raises(SystemExit, match=message):
+            runs_jobs.resume(str(tmp_path))
+
+
 def test_every_section_has_jobs_of_functions_that_exist(tmp_path: Path):
     import runs_jobs
 
