@@ -25,14 +25,8 @@ def pays(rows: int, columns: int) -> bool:
     return 2 * max(rows, columns) >= 3 * min(rows, columns)
 
 
-def newton_schulz_gram(
-    g: Tensor,
-    steps: int,
-    coefficients: tuple[float, float, float],
-    eps: float = 1e-7,
-    dtype: torch.dtype = torch.float16,
-) -> Tensor:
-    """`g` (d_out, d_in) with its singular values driven towards 1, in `dtype`, as optim.muon.newton_schulz."""
+def newton_schulz_gram(g: Tensor, steps: int, coefficients: tuple[float, float, float], eps: float = 1e-7) -> Tensor:
+    """`g` (d_out, d_in) with its singular values driven towards 1, in float16, as optim.muon.newton_schulz."""
     tall = g.shape[0] > g.shape[1]
     x = g.mT if tall else g
     # Root mean square 1, so that float16 does not round small entries to nothing; the Gram matrix takes it back.
