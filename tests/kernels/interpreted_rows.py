@@ -70,6 +70,30 @@ def test_linear_cross_entropy_equals_the_plain_chunks(vocab: int, z_loss: float,
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
+def test_targets_that_do_not_follow_each_other():
+    """reshape(-1) of a column is a view with a stride."""
+    x, head = torch.randn(6, 12), torch.randn(16, 12)
+    targets = torch.arange(12).view(6, 2)[:, 1]
+    assert targets.reshape(-1).stride() == (2,)
+    ours, theirs = (linear_cross_entropy(x, head, t, backend="triton") for t in (targets, targets.clone()))
+    assert torch.equal(ours, theirs)
+
+
+def test_a_target_outside_the_vocabulary_touches_no_other_row():
+    """Rows of 37 logits and 11 columns of padding; the rows before and after are not the kernel's."""
+    torch.manual_seed(0)
+    memory, losses = torch.randn(6, 48), torch.empty(4)
+    before = memory.clone()
+    rows_in_place(memory[1:5], torch.tensor([-1, 40, 3, 48]), losses, torch.ones(()), 0.0, 0.0, True, 37)
+    for row in (0, 5):
+        assert torch.equal(memory[row], before[row])
+    assert losses.isnan().tolist() == [True, True, False, True]
+    assert memory[1:5, :37].isnan().all(1).tolist() == [True, True, False, True]
+    p = torch.softmax(before[3, :37], 0)
+    p[3] -= 1
+    torch.testing.assert_close(memory[3, :37], p)
+
+
 def test_columns_past_the_vocabulary_take_no_probability():
     """With every logit at -100 and a softcap, padding treated as logits would hold most of the mass."""
     logits, losses = torch.full((2, 17), -100.0), torch.empty(2)

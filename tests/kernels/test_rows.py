@@ -4,8 +4,11 @@ from importlib import import_module
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import cross_entropy
 from torch.nn.functional import rms_norm as torch_rms_norm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from groundup.errors import UserError
 from groundup.kernels import RMSNorm, linear_cross_entropy, rms_norm
@@ -97,6 +100,46 @@ def test_gradients_are_made_only_where_asked_for():
     torch.testing.assert_close(*(torch.autograd.grad(v, weight)[0] for v in (loss, theirs)))
     with torch.no_grad():
         torch.testing.assert_close(linear_cross_entropy(x, weight, targets), theirs)
+
+
+@pytest.mark.parametrize("foreign", [-1, 11, 2**40])
+def test_a_target_outside_the_vocabulary_is_not_a_number(foreign: int):
+    x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(11, 8)
+    loss = linear_cross_entropy(x, weight, torch.tensor([0, -100, foreign, 10, 3, 3]))
+    grad = torch.autograd.grad(loss, x)[0]
+    assert loss.isnan()
+    assert grad.isnan().all(1).tolist() == [i == 2 for i in range(6)]
+    assert grad[1].eq(0).all()
+
+
+class Watch(TorchDispatchMode):
+    """What passes through torch's operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.seen += [x for x in tree_leaves((args, out)) if isinstance(x, torch.Tensor)]
+        return out
+
+
+def test_a_count_from_the_host_is_no_copy_that_waits():
+    with FakeTensorMode():
+        x, targets = torch.empty(4, 8, device="cuda"), torch.empty(4, device="cuda", dtype=torch.int64)
+        with Watch() as watch:
+            linear_cross_entropy(x, x, targets, 7)
+    assert watch.seen
+    assert all(t.is_cuda for t in watch.seen)
+
+
+def test_the_inputs_are_not_copied_in_float32():
+    x, targets = torch.randn(40, 24).bfloat16(), torch.randint(0, 11, (40,))
+    flags = (torch.tensor(40.0), 0.0, 0.0, True, False, False)
+    with Watch() as watch:
+        chunks.forward_op._init_fn(x, torch.randn(11, 24), targets, *flags)
+    assert not [t for t in watch.seen if t.shape == x.shape and t.dtype == torch.float32]
 
 
 def test_narrowing_in_place_reads_before_it_overwrites():

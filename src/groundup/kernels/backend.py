@@ -5,17 +5,18 @@ Triton is imported only when a kernel is about to run, so the package works wher
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from groundup.errors import UserError, nearest_name
 
+T = TypeVar("T")
 HAS_TRITON = find_spec("triton") is not None
 """Whether Triton can be imported."""
 INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -39,11 +40,41 @@ def choose(backend: str, x: Tensor, legal: Sequence[str] = ("auto", "triton", "t
     return backend
 
 
-@torch.compiler.assume_constant_result
-@cache
+def wide_type(x: Tensor) -> torch.dtype:
+    """float32 for half precision, else x's own type."""
+    return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """`x` in float32 when it is in half precision, else as it is."""
+    return x.to(wide_type(x))
+
+
+def fit(ok: bool, what: str, **tensors: Tensor | None) -> None:
+    """UserError with the shapes of the tensors that are there, unless `ok`."""
+    if not ok:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items() if x is not None)
+        raise UserError(f"{what}: {shapes} do not fit together")
+
+
+def decided_once(function: Callable[..., T]) -> Callable[..., T]:
+    """`function`, run once for the same arguments and a constant in a compiled graph.
+
+    Two functions, for torch.compile looks through a cache at what is inside and would break its graph there.
+    """
+    kept = cache(function)
+
+    @torch.compiler.assume_constant_result
+    def decided(*arguments: Any) -> T:
+        return kept(*arguments)
+
+    return decided
+
+
+@decided_once
 def note_fallback(what: str, why: str) -> None:
     """Say once a process that a fast path was left for a slower one."""
-    warnings.warn(f"{what}: {why}", stacklevel=3)
+    warnings.warn(f"{what}: {why}", stacklevel=4)
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:

@@ -12,8 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from groundup.errors import UserError
-from groundup.kernels.backend import choose, launch, on_device_of
-from groundup.kernels.flash_torch import at_least_float32
+from groundup.kernels.backend import at_least_float32, choose, fit, launch, on_device_of
 from groundup.kernels.flash_triton import rows_first
 
 
@@ -96,9 +95,8 @@ def rope(
     The Triton outputs lie in memory as (batch, seq, heads, d). Raises UserError when shapes do not fit.
     """
     seq, d = q.shape[2:]
-    if k.shape[2:] != q.shape[2:] or cos.shape != (seq, d // 2) or sin.shape != cos.shape or d % 2:
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}"
-        raise UserError(f"rope: {shapes} do not fit together")
+    ok = k.shape[2:] == q.shape[2:] and cos.shape == sin.shape == (seq, d // 2) and d % 2 == 0
+    fit(ok, "rope", q=q, k=k, cos=cos, sin=sin)
     if choose(backend, q) == "triton" and q.numel():
         return rope_op(q, k, cos, sin, False)
     return turned(q, cos, sin), turned(k, cos, sin)

@@ -20,13 +20,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from groundup.kernels.backend import at_least_float32, wide_type
+
 TILE_Q, TILE_K = 64, 64
 """Rows of queries and of keys in a tile. On a GPU a tile is what fits in shared memory; here any size is right."""
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """`x` in float32 when it is in half precision, else as it is."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def last_key(query: int, n_q: int, n_k: int, causal: bool) -> int:
@@ -68,7 +65,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Te
     """Output (..., n_q, d_v) in q's type and natural logsumexp (..., n_q), float32 at least; an empty row: 0, -inf."""
     n_q, n_k, d = q.shape[-2], k.shape[-2], q.shape[-1]
     step = compiled(forward_tile) if q.is_cuda else forward_tile
-    out, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), at_least_float32(q).new_empty(q.shape[:-1])
+    out, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=wide_type(q))
     for m in range(0, n_q, TILE_Q):
         rows = slice(m, min(m + TILE_Q, n_q))
         q_tile = at_least_float32(q[..., rows, :]) / sqrt(d)
@@ -118,7 +115,7 @@ def attention_backward(
         delta = delta - d_lse
     # An empty row: exp(S - inf) = 0 whatever S is.
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))
-    d_q, d_k, d_v = (torch.zeros_like(at_least_float32(x)) for x in (q, k, v))
+    d_q, d_k, d_v = (torch.zeros_like(x, dtype=wide_type(x)) for x in (q, k, v))
     for n in range(0, n_k, TILE_K):
         columns = slice(n, min(n + TILE_K, n_k))
         first = max(0, n - (n_k - n_q)) if causal else 0

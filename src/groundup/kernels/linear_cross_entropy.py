@@ -16,10 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from groundup.errors import UserError
 from groundup.kernels.attention import autocast
-from groundup.kernels.backend import choose, launch, on_device_of
-from groundup.kernels.flash_torch import at_least_float32
+from groundup.kernels.backend import at_least_float32, choose, fit, launch, on_device_of, wide_type
 
 IGNORE = -100
 """A target with this value counts neither in the loss nor in the number of valid tokens."""
@@ -46,14 +44,20 @@ def linear_cross_entropy(
 
     n_valid None: the number of targets that are not -100, at least 1; given, the count over the whole global batch.
     `softcap`: logits become softcap · tanh(logit / softcap), 0 for none. `backend`: auto, triton or torch. All targets
-    ignored: loss 0 and zero gradients. Raises UserError when shapes do not fit.
+    ignored: loss 0 and zero gradients. Any other target outside [0, vocab): loss and gradients NaN, for to look costs
+    a synchronisation. Raises UserError when shapes do not fit.
     """
-    if x.shape[:-1] != targets.shape or weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
-        shapes = f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}"
-        raise UserError(f"linear_cross_entropy: {shapes} do not fit together")
+    ok = x.shape[:-1] == targets.shape and weight.ndim == 2 and weight.shape[1] == x.shape[-1]
+    fit(ok, "linear_cross_entropy", x=x, weight=weight, targets=targets)
     (x,) = autocast(x)
-    flat, labels = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
-    count = (labels != IGNORE).sum().clamp(min=1) if n_valid is None else torch.as_tensor(n_valid, device=x.device)
+    flat, labels = x.reshape(-1, x.shape[-1]), targets.reshape(-1).contiguous()
+    if n_valid is None:
+        count = (labels != IGNORE).sum().clamp(min=1)
+    elif isinstance(n_valid, Tensor):
+        count = n_valid.to(x.device)
+    else:
+        # Filled on the device: a copy from the host would wait for all that is queued there.
+        count = torch.full((), n_valid, dtype=torch.float32, device=x.device)
     grads = torch.is_grad_enabled()
     flags = (grads and x.requires_grad, grads and weight.requires_grad, choose(backend, x) == "triton")
     return forward_op(flat, weight, labels, count.float(), z_loss, softcap, *flags)[0]
@@ -77,16 +81,18 @@ def losses_and_gradients(
     wide = at_least_float32(logits)
     if softcap:
         wide = softcap * torch.tanh(wide / softcap)
-    valid = (targets != IGNORE).to(wide.dtype)
-    index = targets.clamp(min=0)[:, None]
+    valid = (targets >= 0) & (targets < wide.shape[1])
+    index = targets.masked_fill(~valid, 0).long()[:, None]
+    # Neither a token nor IGNORE: no number is right.
+    missing = wide.new_zeros(len(targets)).masked_fill(targets != IGNORE, float("nan"))
     lse = torch.logsumexp(wide, -1)
-    losses = (lse - wide.gather(1, index).squeeze(1) + z_loss * lse * lse) * valid
+    losses = torch.where(valid, lse - wide.gather(1, index).squeeze(1) + z_loss * lse * lse, missing)
     gradient = torch.softmax(wide, -1) * (1 + 2 * z_loss * lse)[:, None]
     # The 1 is taken off before rounding: in bf16, p - 1 of a p that was rounded first loses small gradients.
     gradient.scatter_add_(1, index, torch.full_like(index, -1, dtype=wide.dtype))
     if softcap:
         gradient = gradient * (1 - (wide / softcap).square())
-    return losses, gradient * valid[:, None]
+    return losses, torch.where(valid[:, None], gradient, missing[:, None])
 
 
 def rows_in_place(
@@ -169,7 +175,7 @@ def forward_op(
     """(loss, dX, dW): the gradients of Σ losses / n_valid, in the types of x and weight; empty where not needed."""
     (n_tokens, width), vocab = x.shape, weight.shape[0]
     head = with_padding(weight, x.dtype) if triton else weight.to(x.dtype)
-    losses = at_least_float32(x).new_zeros(n_tokens)
+    losses = x.new_zeros(n_tokens, dtype=wide_type(x))
     d_x = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else x.new_empty(0)
     d_weight = losses.new_empty(head.shape if need_weight else 0)
     if n_tokens == 0:
@@ -200,7 +206,7 @@ def _(
     x: Tensor, weight: Tensor, targets: Tensor, n_valid: Tensor, z_loss: float, softcap: float,
     need_x: bool, need_weight: bool, triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    loss = at_least_float32(x).new_empty(())
+    loss = x.new_empty((), dtype=wide_type(x))
     d_x = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else x.new_empty(0)
     d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight else weight.new_empty(0)
     return loss, d_x, d_weight

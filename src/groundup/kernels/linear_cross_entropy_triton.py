@@ -39,7 +39,9 @@ def loss_kernel(
     """
     row = LOGITS + tl.program_id(0).to(tl.int64) * columns
     target = tl.load(TARGETS + tl.program_id(0))
-    valid = target != -100
+    valid = (target >= 0) & (target < vocab)
+    # Neither a token nor -100: no number is right.
+    missing = tl.where(target == -100, 0.0, float("nan"))
     at_target = tl.load(row + target, mask=valid, other=0.0).to(tl.float32)
     column = tl.arange(0, BLOCK)
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -57,14 +59,14 @@ def loss_kernel(
     lse2 = origin + tl.log2(tl.sum(total * tl.exp2(largest - origin), 0))
     lse = lse2 / LOG2E
     capped = capped_row(at_target, softcap, SOFTCAP)
-    tl.store(LOSSES + tl.program_id(0), tl.where(valid, lse - capped + z_loss * lse * lse, 0.0))
+    tl.store(LOSSES + tl.program_id(0), tl.where(valid, lse - capped + z_loss * lse * lse, missing))
     if GRADS:
         # at_target has to be read before any of the row is overwritten.
         tl.debug_barrier()
         share = 1.0
         if DIVIDE:
             share = 1.0 / tl.load(N_VALID)
-        share = tl.where(valid, share, 0.0)
+        share = tl.where(valid, share, missing)
         factor = (1 + 2 * z_loss * lse) * share
         for first in tl.range(0, columns, BLOCK):
             x = load_row(row, first + column, columns, vocab, softcap, PADDED, SOFTCAP)

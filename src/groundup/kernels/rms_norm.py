@@ -16,9 +16,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from groundup.errors import UserError
-from groundup.kernels.backend import choose, launch, n_multiprocessors, note_fallback, on_device_of
-from groundup.kernels.flash_torch import at_least_float32
+from groundup.kernels.backend import (
+    at_least_float32,
+    choose,
+    fit,
+    launch,
+    n_multiprocessors,
+    note_fallback,
+    on_device_of,
+)
 
 WIDEST = 65536
 """A row has to fit in the registers of one block of threads."""
@@ -36,9 +42,8 @@ def rms_norm(
     The sum is rounded to x's type before it is normalised, as two separate operations would. `backend`: auto, triton or
     torch. Raises UserError when shapes do not fit.
     """
-    if weight.shape != x.shape[-1:] or (residual is not None and residual.shape != x.shape):
-        other = "" if residual is None else f", residual {tuple(residual.shape)}"
-        raise UserError(f"rms_norm: x {tuple(x.shape)}, weight {tuple(weight.shape)}{other} do not fit together")
+    ok = weight.shape == x.shape[-1:] and (residual is None or residual.shape == x.shape)
+    fit(ok, "rms_norm", x=x, weight=weight, residual=residual)
     chosen = choose(backend, x)
     if chosen == "triton" and x.shape[-1] > WIDEST:
         note_fallback("rms_norm", f"width {x.shape[-1]} is above {WIDEST}; using torch")
