@@ -61,8 +61,7 @@ def test_sums_of_queries_in_float32_are_scaled_and_turned(rope: bool, monkeypatc
         into[1].copy_(d_v)
         return (d_q.float() / rule.scale).transpose(1, 2).contiguous().transpose(1, 2)
 
-    monkeypatch.setattr(flash_hopper, "forward_pays", lambda q, k: False)
-    monkeypatch.setattr(flash_hopper, "backward_pays", lambda q, k: True)
+    monkeypatch.setattr(flash_hopper, "pays", lambda keys_from, q, k: keys_from is flash_hopper.BACKWARD_FROM)
     monkeypatch.setattr(flash_hopper, "query_sums", query_sums)
     torch.manual_seed(0)
     qkv, flow = torch.randn(2, 33, 4, 16).bfloat16().requires_grad_(), torch.randn(2, 2, 33, 16).bfloat16()

@@ -7,10 +7,11 @@ import pytest
 import torch
 from attention_truth import attention as truth
 from attention_truth import make, visible
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from groundup.errors import UserError
-from groundup.kernels import attention, document_ids, flash_hopper
-from groundup.kernels.attention import BACKENDS, hopper_or_triton
+from groundup.kernels import attention, document_ids, flash_hopper, rotary_attention
+from groundup.kernels.attention import BACKENDS
 from groundup.kernels.documents import intervals
 
 IDS = torch.tensor([[0] * 5 + [1] + [2] * 20 + [3] * 14, [0] * 40])
@@ -100,6 +101,7 @@ def test_messages_are_one_line():
         (lambda: attention(q, q, q, window=-1), "window -1"),
         (lambda: attention(q, q, q, backend="flash"), "does not exist"),
         (lambda: attention(q.float(), q.float(), q.float(), backend="flash-triton"), "needs a GPU"),
+        (lambda: rotary_attention(q, (q[0, 0, :2, :8],) * 2, 1), "rotary_attention: qkv .*, cos .* do not fit"),
     ]
     for call, message in bad:
         with pytest.raises(UserError, match=message) as caught:
@@ -122,14 +124,36 @@ def test_the_package_imports_where_there_is_no_triton():
     assert set(BACKENDS) == {"auto", "reference", "flash-torch", "flash-triton", "flash-hopper", "sdpa"}
 
 
-def test_looking_at_the_device_breaks_no_graph(monkeypatch):
+def test_looking_at_the_device_and_falling_back_break_no_graph(monkeypatch):
     """The choice between the kernels is made while a model is compiled; a break there would split every block."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    flash_hopper.look_at_device.cache_clear()
 
     def chosen(x: torch.Tensor) -> torch.Tensor:
-        return x + len(hopper_or_triton("auto", flash_hopper.device_obstacle(0)))
+        return attention(x, x, x, window=5, backend="flash-torch") + len(flash_hopper.device_obstacle(7))
 
-    out = torch.compile(chosen, fullgraph=True, backend="eager")(torch.zeros(2))
-    flash_hopper.look_at_device.cache_clear()
-    assert out.tolist() in ([12.0, 12.0], [11.0, 11.0])
+    q = torch.randn(1, 1, 8, 16)
+    with pytest.warns(UserWarning, match="flash-torch: knows causal and full only"):
+        out = torch.compile(chosen, fullgraph=True, backend="eager")(q)
+    torch.testing.assert_close(out, chosen(q))
+
+
+def test_the_hopper_kernels_are_not_given_empty_tensors():
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16)
+        empty = [flash_hopper.obstacle(q, k, k, False, True) for k in (q[:, :, :0], q[:0])]
+        assert flash_hopper.obstacle(q[:0], q[:0], q[:0], True, True) == empty[0] == empty[1] == "nothing to attend to"
+        assert flash_hopper.obstacle(q, q, q.float()[..., :8], True, True).startswith("d 64, d_v 8")
+
+
+def test_a_graph_captured_before_the_proof_says_that_it_keeps_the_plain_path(monkeypatch):
+    monkeypatch.setattr(flash_hopper, "_proof", {})
+    monkeypatch.setattr(flash_hopper, "prove", lambda *key: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    q, keys_from = torch.empty(1, 1, 2048, 64), flash_hopper.FORWARD_FROM
+    with pytest.warns(UserWarning, match="keeps flash-triton"):
+        assert not flash_hopper.pays(keys_from, q, q)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert flash_hopper.pays(keys_from, q, q)
+    assert not flash_hopper.pays(keys_from, q, q[:, :, :1024])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert flash_hopper.pays(keys_from, q, q)

@@ -23,9 +23,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from groundup.errors import UserError, nearest_name
 from groundup.kernels import flash_hopper, flash_triton
-from groundup.kernels.backend import note_fallback, runs_triton
+from groundup.kernels.backend import at_least_float32, fit, note_fallback, runs_triton
 from groundup.kernels.documents import intervals
-from groundup.kernels.flash_torch import at_least_float32, flash_attention
+from groundup.kernels.flash_torch import flash_attention
 from groundup.kernels.flash_triton import Rule, rows_first
 
 Backend = Literal["auto", "reference", "flash-torch", "flash-triton", "flash-hopper", "sdpa"]
@@ -89,8 +89,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, window: int, softcap: float, scale: f
         raise UserError(
             f"attention: q, k, v must be (batch, heads, seq, d); they have {q.ndim}, {k.ndim}, {v.ndim} dims"
         )
-    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise UserError(f"attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit together")
+    same = k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
+    fit(same, "attention", q=q, k=k, v=v)
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise UserError(f"attention: {k.shape[1]} key heads do not divide {q.shape[1]} query heads")
     if not q.dtype == k.dtype == v.dtype:
@@ -119,15 +119,11 @@ def pick(backend: str, qkv: tuple[Tensor, ...], causal: bool, bare: bool, simple
             )
             return "reference"
     if backend in ("auto", "flash-hopper"):
-        return hopper_or_triton(backend, flash_hopper.obstacle(q, k, v, causal, bare))
+        obstacle = flash_hopper.obstacle(q, k, v, causal, bare)
+        if obstacle and backend == "flash-hopper":
+            note_fallback(flash_hopper.ME, f"{obstacle}; using flash-triton")
+        return "flash-triton" if obstacle else "flash-hopper"
     return backend
-
-
-def hopper_or_triton(asked: str, obstacle: str) -> str:
-    """The Hopper kernels where nothing stands against them; said aloud when they were asked for by name."""
-    if obstacle and asked == "flash-hopper":
-        note_fallback("attention backend flash-hopper", f"{obstacle}; using flash-triton")
-    return "flash-triton" if obstacle else "flash-hopper"
 
 
 def reference(
@@ -174,7 +170,7 @@ def forward_op(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output and logsumexp; on_q and on_k are the document intervals."""
     rule = Rule(causal, window, softcap, scale, None if on_q is None or on_k is None else (on_q, on_k))
-    kernels = flash_hopper if hopper and flash_hopper.forward_pays(q, k) else flash_triton
+    kernels = flash_hopper if hopper and flash_hopper.pays(flash_hopper.FORWARD_FROM, q, k) else flash_triton
     return kernels.attention_forward(q, k, v, rule)
 
 
@@ -192,7 +188,8 @@ def backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v."""
     rule = Rule(causal, window, softcap, scale, None if on_q is None or on_k is None else (on_q, on_k))
-    kernels = flash_hopper if hopper and not deterministic and flash_hopper.backward_pays(q, k) else flash_triton
+    fast = hopper and not deterministic and flash_hopper.pays(flash_hopper.BACKWARD_FROM, q, k)
+    kernels = flash_hopper if fast else flash_triton
     return kernels.attention_backward(d_out, d_lse, q, k, v, out, lse, rule)
 
 

@@ -5,14 +5,13 @@ parts of Triton 3.6, so they run with that version only, and only after a small 
 for all else attention.py takes the plain Triton path and says so.
 """
 
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from groundup.kernels.backend import launch, n_multiprocessors, note_fallback, on_device_of
+from groundup.kernels.backend import decided_once, launch, n_multiprocessors, note_fallback, on_device_of
 from groundup.kernels.flash_triton import (
     L2_BYTES_BACKWARD,
     L2_BYTES_FORWARD,
@@ -25,6 +24,7 @@ from groundup.kernels.flash_triton import (
 )
 
 TRITON = "3.6."
+ME = "attention backend flash-hopper"
 FORWARD = {
     64: {"CONSUMERS": 3, "BLOCK_K": 128, "STAGES": 3, "PIPELINED": False, "REGISTERS": 160, "PRODUCER_REGISTERS": 32},
     128: {"CONSUMERS": 2, "BLOCK_K": 128, "STAGES": 2, "PIPELINED": True, "REGISTERS": 240, "PRODUCER_REGISTERS": 24},
@@ -40,16 +40,10 @@ BACKWARD_FROM = {64: 2048, 128: 2048}
 against 297, d 128 390 against 298; backward d 64 241 against 273, d 128 278 against 307."""
 
 
-@torch.compiler.assume_constant_result
+@decided_once
 def device_obstacle(index: int) -> str:
-    """Why GPU `index` or the installed Triton cannot run these kernels; empty: they can."""
-    return look_at_device(index)
-
-
-@cache
-def look_at_device(index: int) -> str:
-    """Kept, for reading a package's version takes half a millisecond. A function of its own: the compiler looks through
-    a cache, past what it was told to assume, and would break its graph in importlib."""
+    """Why GPU `index` or the installed Triton cannot run these kernels; empty: they can. Reading a package's version
+    takes half a millisecond."""
     try:
         installed = version("triton")
     except PackageNotFoundError:
@@ -68,6 +62,8 @@ def obstacle(q: Tensor, k: Tensor, v: Tensor, causal: bool, plain: bool) -> str:
         return f"q is on {q.device}"
     if not plain:
         return "window, softcap and documents are the plain path's"
+    if q.numel() == 0 or k.numel() == 0:
+        return "nothing to attend to"
     if q.dtype not in (torch.bfloat16, torch.float16) or d != v.shape[-1] or d not in FORWARD:
         return f"d {d}, d_v {v.shape[-1]}, {q.dtype} is not bf16 or fp16 with d = d_v = 64 or 128"
     if q.shape[2] < 64 or (causal and q.shape[2] > k.shape[2]):
@@ -77,27 +73,19 @@ def obstacle(q: Tensor, k: Tensor, v: Tensor, causal: bool, plain: bool) -> str:
     return device_obstacle(q.device.index or 0)
 
 
-def forward_pays(q: Tensor, k: Tensor) -> bool:
-    """Whether the forward here is the faster one, and right on this device."""
-    return k.shape[2] >= FORWARD_FROM[q.shape[-1]] and proven(q)
+def pays(keys_from: dict[int, int], q: Tensor, k: Tensor) -> bool:
+    """Whether the forward (FORWARD_FROM) or backward (BACKWARD_FROM) here is the faster one, and right on this device.
 
-
-def backward_pays(q: Tensor, k: Tensor) -> bool:
-    """Whether the backward here is the faster one, and right on this device."""
-    return k.shape[2] >= BACKWARD_FROM[q.shape[-1]] and proven(q)
-
-
-def proven(q: Tensor) -> bool:
-    """Whether the kernels were right on this device for q's type and width; computed at first use."""
-    if torch.cuda.is_current_stream_capturing() and not _proof.get((q.device, q.dtype, q.shape[-1])):
+    The check for q's type and width runs at first use. A CUDA graph that is captured before keeps the plain path.
+    """
+    if k.shape[2] < keys_from[q.shape[-1]]:
         return False
     key = (q.device, q.dtype, q.shape[-1])
     if key not in _proof:
+        if torch.cuda.is_current_stream_capturing():
+            note_fallback(ME, "not checked before this CUDA graph, which keeps flash-triton: run a step before capture")
+            return False
         _proof[key] = prove(*key)
-        if not _proof[key]:
-            note_fallback(
-                "attention backend flash-hopper", f"wrong on a small check for d {key[2]}; using flash-triton"
-            )
     return _proof[key]
 
 
@@ -121,9 +109,10 @@ def prove(device: torch.device, dtype: torch.dtype, d: int) -> bool:
             for a, b in zip(ours, theirs, strict=True):
                 # Written so that NaN fails.
                 if not float((a.float() - b.float()).norm() / b.float().norm()) < 1e-2:
+                    note_fallback(ME, f"wrong on a small check for d {d}; using flash-triton")
                     return False
     except Exception as error:
-        note_fallback("attention backend flash-hopper", f"{type(error).__name__} at its first use: {str(error)[:200]}")
+        note_fallback(ME, f"{type(error).__name__} at its first use: {str(error)[:200]}; using flash-triton")
         return False
     return True
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from groundup.kernels import flash_hopper, flash_triton
 from groundup.kernels.attention import attention, autocast, pick
+from groundup.kernels.backend import fit
 from groundup.kernels.elementwise import rope, turn_into
 from groundup.kernels.flash_triton import Rule, rows_first
 
@@ -30,11 +31,15 @@ def rotary_attention(
     """Causal attention of n_heads query heads, then the key heads, then as many value heads, in qkv's type.
 
     `rotation`: cos and sin, each (seq, d / 2) float32; None: no RoPE. The rest is attention()'s.
+    Raises UserError when shapes do not fit.
     """
     (qkv,) = autocast(qkv)
+    cos, sin = rotation or (None, None)
+    table = (qkv.shape[1], qkv.shape[-1] // 2)
+    ok = cos is None or sin is None or (cos.shape == sin.shape == table and qkv.shape[-1] % 2 == 0)
+    fit(ok, "rotary_attention", qkv=qkv, cos=cos, sin=sin)
     q, k, v = parts(qkv, n_heads)
     chosen = pick(backend, (q, k, v), True, not softcap, simple=not softcap)
-    cos, sin = rotation or (None, None)
     # A head's row must start on 16 bytes, or the gradients could not be written where they belong.
     if chosen in ("flash-triton", "flash-hopper") and q.shape[-1] * q.itemsize % 16 == 0 and qkv.numel():
         return forward_op(qkv, cos, sin, n_heads, softcap, chosen == "flash-hopper", deterministic)[0].transpose(1, 2)
@@ -67,7 +72,7 @@ def forward_op(
         turned = torch.empty_like(qkv)
         before, (q, k, v) = parts(qkv, n_heads), parts(turned, n_heads)
         turn_into(before[:2], (q, k), cos, sin, back=False, values=True)
-    kernels = flash_hopper if hopper and flash_hopper.forward_pays(q, k) else flash_triton
+    kernels = flash_hopper if hopper and flash_hopper.pays(flash_hopper.FORWARD_FROM, q, k) else flash_triton
     return *kernels.attention_forward(q, k, v, rule_of(qkv, softcap)), turned
 
 
@@ -87,7 +92,7 @@ def backward_op(
     grad = torch.empty_like(qkv, memory_format=torch.contiguous_format)
     (q, k, v), (d_q, d_k, d_v) = parts(qkv, n_heads), parts(grad, n_heads)
     rule, sums, factor = rule_of(qkv, softcap), d_q, 1.0
-    if hopper and not deterministic and flash_hopper.backward_pays(q, k):
+    if hopper and not deterministic and flash_hopper.pays(flash_hopper.BACKWARD_FROM, q, k):
         sums, factor = flash_hopper.query_sums(d_out, None, q, k, v, out, lse, rule, (d_k, d_v)), rule.scale
     else:
         flash_triton.attention_backward(d_out, None, q, k, v, out, lse, rule, (d_q, d_k, d_v))
