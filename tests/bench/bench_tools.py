@@ -5,12 +5,14 @@ from pathlib import Path
 
 import jsonschema
 import torch
+import torch.distributed as dist
 
 import groundup.bench
 from groundup.bench import sweep as sweep_module
 from groundup.bench.benchmark import find
 from groundup.bench.cells import make_cell
 from groundup.bench.worker import measure
+from groundup.parallel.processes import connect, disconnect, this_world
 
 SCHEMA = json.loads((Path(groundup.bench.__file__).parent / "schema.json").read_text())
 
@@ -43,7 +45,28 @@ def tiny_cells(name, **changes):
 
 def tiny_cells_of(names):
     """tiny_cells of several benchmarks; on every rank of a world, those of many processes measure in that world."""
-    return {name: tiny_cells(name) for name in names}
+    return {name: tiny_cells(name) for name in names} | {"seed": tiny_cells("ddp", seed=1)}
+
+
+def backends_of_all_reduce():
+    """On every rank: the back-ends that cells of `allreduce` used where the ranks are connected by another one; and
+    whether ranks whose connection broke meet again at the same store."""
+    import torch.testing._internal.distributed.fake_pg  # registers the back-end
+
+    world, cpu = this_world(), torch.device("cpu")
+    connect(world, cpu, backend="fake")
+    seen, real = set(), dist.all_reduce
+
+    def spy(tensor, *rest, group=None):
+        seen.add(dist.get_backend(group))
+        return real(tensor, *rest, group=group)
+
+    dist.all_reduce = spy
+    statuses = [cell["status"] for cell in tiny_cells("allreduce", kib="4,8")]
+    dist.all_reduce = real
+    disconnect()
+    again = [cell["status"] for cell in tiny_cells("allreduce", kib="4")]
+    return statuses, seen, again
 
 
 class InProcess:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
-from bench_tools import TINY, tiny_cells, tiny_cells_of, validate
+from bench_tools import TINY, backends_of_all_reduce, tiny_cells, tiny_cells_of, validate
 
 from groundup.account import predict_step
 from groundup.bench.benchmark import find, summaries
@@ -34,6 +34,15 @@ def of_two_ranks():
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_cells_are_valid_and_complete(name, request):
     check_cells(name, request.getfixturevalue("of_two_ranks")[name] if name in MANY else tiny_cells(name))
+
+
+def test_a_seed_seeds_what_many_processes_measure(of_two_ranks):
+    zero, one = (of_two_ranks[name][0]["metrics"]["loss"] for name in ("ddp", "seed"))
+    assert zero != one
+
+
+def test_an_all_reduce_is_measured_through_the_back_end_that_it_names():
+    assert spawn(backends_of_all_reduce, 2) == [(["ok", "ok"], {"gloo"}, ["ok"])] * 2
 
 
 @pytest.mark.slow

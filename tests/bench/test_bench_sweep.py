@@ -14,6 +14,7 @@ from groundup.bench.benchmark import find
 from groundup.bench.cells import document, file_name, read_cell, read_results, select, write_cell
 from groundup.bench.sweep import sweep
 from groundup.bench.worker import is_out_of_memory, measure
+from groundup.cli.bench import main
 from groundup.errors import UserError
 
 FAKE = '''
@@ -115,6 +116,22 @@ def test_an_interrupt_keeps_what_is_done(tmp_path, monkeypatch):
         sweep(benchmark, options_for(benchmark, tmp_path))
     assert len(read_results([tmp_path])) == 2
     assert not list(tmp_path.glob(".*"))
+
+
+def test_only_rank_zero_keeps_cells(tmp_path, monkeypatch, capsys):
+    in_process(monkeypatch)
+    benchmark = find("mixed-precision")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    options = options_for(benchmark, tmp_path / "cells", part="accumulation")
+    cells, _ = sweep(benchmark, options, lambda *_: pytest.fail("rank 1 speaks"))
+    assert (len(cells), list(tmp_path.iterdir())) == (1, [])
+    argv = ["mixed-precision", "--device", "cpu", "--part", "accumulation", "--out", str(tmp_path / "cells")]
+    assert main([*argv, "--json", str(tmp_path / "all.json")], "groundup bench") == 0
+    assert (capsys.readouterr().out, list(tmp_path.iterdir())) == ("", [])
+    monkeypatch.setenv("RANK", "0")
+    sweep(benchmark, options)
+    assert len(list((tmp_path / "cells").iterdir())) == 1
 
 
 def test_no_cell_starts_after_the_deadline(tmp_path, monkeypatch):

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from groundup.bench.benchmark import numbers
+from groundup.bench.cells import Parameters, file_name
 from groundup.bench.harness import allocated, summary, synchronize
 from groundup.config import ModelConfig, ParallelConfig
 from groundup.model import TransformerLM, count_parameters
@@ -42,25 +43,28 @@ ENGINES = ("none", "naive", "flat", "overlap", "bucketed", "zero1", "fsdp", "tor
 """none: every rank trains for itself."""
 
 
-def measure_all_reduce(n_bytes: int, device: torch.device, dtype: torch.dtype, warmup: int, steps: int) -> Metrics:
+def measure_all_reduce(
+    n_bytes: int, device: torch.device, dtype: torch.dtype, warmup: int, steps: int, seed: int = 0, group: Any = None
+) -> Metrics:
     """Milliseconds and GB/s of an all-reduce of `n_bytes`, the slowest rank's; bandwidth as nccl-tests define it.
 
     Bus bandwidth is 2·(W-1)/W · bytes / seconds: what a link carries, comparable between world sizes.
     """
-    values = torch.ones(max(1, n_bytes // dtype.itemsize), dtype=dtype, device=device)
+    generator, world = torch.Generator(device).manual_seed(seed + dist.get_rank()), dist.get_world_size()
+    values = torch.rand(max(1, n_bytes // dtype.itemsize), dtype=dtype, device=device, generator=generator)
     samples = []
     for index in range(warmup + steps):
-        dist.barrier()
+        dist.barrier(group)
         synchronize(device)
         start = time.perf_counter()
-        dist.all_reduce(values)
+        dist.all_reduce(values, group=group)
         synchronize(device)
         if index >= warmup:
             samples.append((time.perf_counter() - start) * 1e3)
-        values.fill_(1.0)
+        values /= world
     slowest = torch.tensor(samples, dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    times, world = summary(slowest.tolist()), dist.get_world_size()
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    times = summary(slowest.tolist())
     rate = values.nbytes / times["median"] / 1e6
     return {"time.all_reduce": times, "bandwidth.algorithm": rate, "bandwidth.bus": rate * 2 * (world - 1) / world}
 
@@ -81,6 +85,8 @@ class Setting:
     """Compile each block, and the head with the loss."""
     warmup: int = 3
     steps: int = 10
+    seed: int = 0
+    """Seeds the weights; the tokens, with the rank."""
     trace: bool = True
     """Read the exposed communication from a trace of two steps."""
 
@@ -92,11 +98,11 @@ class Subject:
         self.setting, self.device = setting, device
         synchronize(device)
         self.start = allocated(device)
-        torch.manual_seed(0)
+        torch.manual_seed(setting.seed)
         with torch.device(device):
             self.model = TransformerLM(setting.model)
             shape = setting.batch_size, setting.model.context_length
-            generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
+            generator = torch.Generator(device).manual_seed(1 + setting.seed + dist.get_rank())
             self.ids = torch.randint(self.model.config.vocab_size, shape, generator=generator)
             self.targets = torch.randint(self.model.config.vocab_size, shape, generator=generator)
         self.parameters = count_parameters(self.model)
@@ -328,22 +334,22 @@ def at_context(model: ModelConfig, context_length: int) -> ModelConfig:
     return replace(model, context_length=context_length, attention="sdpa", kernels="loss").resolve()
 
 
-def in_ranks(processes: int, kind: str, work: Callable[..., Metrics], backend: str | None = None) -> Metrics:
-    """`work(device=…)` on `processes` ranks of this machine; rank 0's result.
+def in_ranks(parameters: Parameters, work: Callable[..., Metrics]) -> Metrics:
+    """`work(device=…)` on as many ranks of this machine as the cell says; rank 0's result.
 
-    In a world that a launcher started, in that one. `backend`: "gloo" also for CUDA tensors.
+    In a world that a launcher started, in that one.
     """
-    world = this_world()
-    if world.size > 1:
-        return _rank(kind, work, backend)
-    return spawn(_rank, processes, kind, work, backend)[0]
+    if this_world().size > 1:
+        return _rank(parameters, work)
+    return spawn(_rank, int(parameters["processes"]), parameters, work)[0]
 
 
-def _rank(kind: str, work: Callable[..., Metrics], backend: str | None) -> Metrics:
+def _rank(parameters: Parameters, work: Callable[..., Metrics]) -> Metrics:
+    """Cells of one process share its connection. After a failed cell the ranks' new processes meet under a new name."""
     world = this_world()
-    device = local_device(kind, world)
+    device = local_device(str(parameters["device"]), world)
     if not dist.is_initialized():
-        connect(world, device, backend=backend)
+        connect(world, device, name=file_name("", parameters))
     torch.set_float32_matmul_precision("highest")
     return work(device=device)
 

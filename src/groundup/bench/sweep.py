@@ -3,6 +3,9 @@
 Each finished cell is a file, so a sweep that was stopped (Ctrl-C, a deadline, a reboot) continues where it was: cells
 that are there with status "ok" are not measured again. A cell that runs out of memory, crashes or exceeds its time
 limit is a cell with that status; its process is replaced and the sweep goes on.
+
+Started by torchrun or srun every rank goes through the same cells, with a worker each; rank 0 alone keeps and reports
+them. `--out` must then be a directory that all machines see, so that all leave out the same cells.
 """
 
 import json
@@ -22,6 +25,7 @@ from typing import Any
 from groundup.bench.benchmark import Benchmark, SweepOptions, at_least
 from groundup.bench.cells import Cell, Parameters, make_cell, read_cell, write_cell
 from groundup.errors import UserError
+from groundup.parallel.processes import this_world
 
 Progress = Callable[[int, int, Cell], None]
 """Called after each cell: its number from 1, the number of cells to measure, the cell."""
@@ -67,7 +71,7 @@ def sweep(benchmark: Benchmark, options: SweepOptions, progress: Progress | None
             found[key] = cell
     missing = [parameters for key, parameters in wanted.items() if key not in found]
     end = monotonic() + options.deadline_seconds if options.deadline_seconds else float("inf")
-    count = 0
+    count, speaks = 0, this_world().rank == 0
     for group in _groups(benchmark, missing):
         worker = Worker(benchmark)
         try:
@@ -75,9 +79,11 @@ def sweep(benchmark: Benchmark, options: SweepOptions, progress: Progress | None
                 if monotonic() >= end:
                     break
                 cell = worker.measure(parameters, options.time_limit)
-                write_cell(directory, cell)
                 found[_key(parameters)] = cell
                 count += 1
+                if not speaks:
+                    continue
+                write_cell(directory, cell)
                 if progress is not None:
                     progress(count, len(missing), cell)
         finally:

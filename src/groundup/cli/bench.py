@@ -91,12 +91,15 @@ def _sweep(benchmark: Any, options: Any, argv: list[str]) -> int:
     from groundup.bench.plots import check_plot, plot
     from groundup.bench.sweep import directory_of, sweep
     from groundup.bench.tables import check_table, progress_line, table
+    from groundup.parallel.processes import this_world
 
     if options.slurm:
         return _slurm(benchmark, options, argv)
     if options.plot:
         check_plot(benchmark, options.plot)
     cells, left = sweep(benchmark, options, lambda i, n, cell: note(f"[{i}/{n}] {progress_line(benchmark, cell)}"))
+    if this_world().rank:
+        return 0
     note(f"{len(cells)} cells in {directory_of(benchmark, options)}")
     if left:
         note(f"{left} cells not started before the deadline; run the same command again to go on")

@@ -112,10 +112,12 @@ def connect(
     start_timeout: float = 120.0,
     timeout: float = 600.0,
     backend: str | None = None,
+    name: str = "",
 ) -> dict[str, str]:
     """Join the other processes; returns the NCCL variables that were set. Raises UserError when they do not come.
 
-    GPUs talk through NCCL, CPU tensors (checks, checkpoints) through Gloo, unless `backend` says otherwise.
+    GPUs talk through NCCL, CPU tensors (checks, checkpoints) through Gloo, unless `backend` says otherwise. `name`: of
+    this meeting; where processes have met before, what they left at the meeting point bears another one.
     """
     chosen = {}
     if device.type == "cuda":
@@ -137,7 +139,7 @@ def connect(
             multi_tenant=True,
         )
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        prefixed = dist.PrefixStore(f"groundup/{attempt}", store)
+        prefixed = dist.PrefixStore(f"groundup/{attempt}{name}", store)
         _wait_for_all(prefixed, world, start_timeout)
         usual = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(

@@ -3,17 +3,18 @@
 The course's first distributed benchmark. Bus bandwidth is 2·(W-1)/W · bytes / seconds, what one link carries in a ring:
 comparable between numbers of processes, and to the hardware's figure. Five untimed calls, a barrier before each timed
 one, the slowest rank's time. Started by torchrun or srun on several nodes it measures in that world instead of starting
-processes of its own.
+processes of its own; rank 0 keeps the cells and prints.
 """
 
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, numbers, words
 from groundup.bench.cells import Parameters
-from groundup.bench.parallel import in_ranks, measure_all_reduce, ranks_of
+from groundup.bench.parallel import Metrics, in_ranks, measure_all_reduce, ranks_of
 from groundup.bench.sweep import repetitions
 from groundup.errors import UserError
 
@@ -59,18 +60,24 @@ def cells(options: Options) -> list[Parameters]:
 
 def run(parameters: Parameters) -> Measurement:
     """One size, in processes of its own."""
-    backend = str(parameters["backend"])
-    work = partial(
-        measure_all_reduce,
-        int(parameters["kib"]) * KIB,
-        dtype=torch.float32,
-        warmup=int(parameters["warmup"]),
-        steps=int(parameters["steps"]),
-    )
-    kind = "cpu" if backend == "gloo-cpu" else "cuda"
-    metrics = in_ranks(int(parameters["processes"]), kind, work, None if backend == "nccl" else "gloo")
+    metrics = in_ranks(parameters, partial(measure, parameters))
     stamp = {"dtype": "float32", "grad_mode": "no_grad", "method": "perf_counter after a barrier, slowest rank"}
     return Measurement(metrics, stamp)
+
+
+def measure(parameters: Parameters, device: torch.device) -> Metrics:
+    """On each rank. The ranks are connected once for all cells; a cell through Gloo has a group of its own for it."""
+    backend = str(parameters["backend"])
+    group = None if backend == "nccl" else dist.new_group(backend="gloo")
+    return measure_all_reduce(
+        int(parameters["kib"]) * KIB,
+        torch.device("cpu") if backend == "gloo-cpu" else device,
+        torch.float32,
+        int(parameters["warmup"]),
+        int(parameters["steps"]),
+        int(parameters["seed"]),
+        group,
+    )
 
 
 BENCHMARK = Benchmark(

@@ -90,14 +90,14 @@ def setting_of(parameters: Parameters) -> Setting:
         compile=parameters["compile"] == "blocks",
         warmup=int(parameters["warmup"]),
         steps=int(parameters["steps"]),
+        seed=int(parameters["seed"]),
     )
 
 
 def run(parameters: Parameters) -> Measurement:
     """One engine, in processes of its own."""
     device = torch.device(str(parameters["device"]))
-    work = partial(measure_step, setting_of(parameters))
-    metrics = in_ranks(int(parameters["processes"]), device.type, work)
+    metrics = in_ranks(parameters, partial(measure_step, setting_of(parameters)))
     stamp = {"dtype": dtype_name(str(parameters["precision"])), "grad_mode": "grad", "step": "steady"}
     stamp["method"] = "steps back to back; communication from a trace of two steps"
     return Measurement(metrics, stamp, memory_notes(device))
