@@ -4,10 +4,10 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # No test depends on the clock: a busy machine is not a failure.
-settings.register_profile("groundup")
+settings.register_profile("groundup", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("groundup")
 
 # Two cores: torch's own threads would fight pytest's neighbours, and one thread makes sums reproducible.
