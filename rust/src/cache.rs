@@ -6,7 +6,7 @@
 
 use crate::ids::{Chunk, CHUNK};
 use crate::merge::Work;
-use crate::words::{hash, prefetch, want_large_pages};
+use crate::words::{chunks, hash, hash_bytes, prefetch, want_large_pages};
 
 /// Entries at first and at most (16 MB).
 const FIRST_ENTRIES: usize = 1 << 14;
@@ -44,18 +44,7 @@ impl Default for Cache {
 
 /// The key of a piece that is too long to be its own.
 pub fn long_key(piece: &[u8]) -> u128 {
-    let folded = chunks(piece).fold(0, |state, [a, b]| hash((state ^ a) as u128 | (b as u128) << 64));
-    (piece.len() as u128) << 64 | folded as u128
-}
-
-/// The bytes in chunks; zeros fill the last one.
-fn chunks(bytes: &[u8]) -> impl Iterator<Item = Chunk> + '_ {
-    bytes.chunks(CHUNK).map(|part| {
-        let mut chunk = [0; CHUNK];
-        chunk[..part.len()].copy_from_slice(part);
-        let number = u128::from_le_bytes(chunk);
-        [number as u64, (number >> 64) as u64]
-    })
+    (piece.len() as u128) << 64 | hash_bytes(piece) as u128
 }
 
 impl Cache {

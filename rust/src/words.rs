@@ -1,10 +1,10 @@
 //! Word counts: a hash table from pre-tokens to u64.
 //!
 //! Most pre-tokens are at most 15 bytes long. Such a word *is* its key: 15 bytes and the length in a u128, so that
-//! comparing and hashing are a few instructions and no string is stored anywhere. Longer words go to a side table.
+//! comparing and hashing are a few instructions and no string is stored anywhere. Of longer words the table holds the hash
+//! and the place in an arena.
 
 use crate::scan::MOST;
-use std::collections::HashMap;
 
 /// Bytes of a word that fits into a key.
 pub const PACKED: usize = 15;
@@ -50,6 +50,21 @@ pub fn hash(key: u128) -> u64 {
     (product as u64) ^ (product >> 64) as u64
 }
 
+/// The same of any number of bytes, sixteen at a time.
+pub fn hash_bytes(bytes: &[u8]) -> u64 {
+    chunks(bytes).fold(0, |state, [a, b]| hash((state ^ a) as u128 | (b as u128) << 64))
+}
+
+/// The bytes, sixteen at a time; zeros fill the last chunk.
+pub fn chunks(bytes: &[u8]) -> impl Iterator<Item = [u64; 2]> + '_ {
+    bytes.chunks(16).map(|part| {
+        let mut chunk = [0; 16];
+        chunk[..part.len()].copy_from_slice(part);
+        let number = u128::from_le_bytes(chunk);
+        [number as u64, (number >> 64) as u64]
+    })
+}
+
 /// Asks for the cache line of an entry that is needed soon.
 #[inline]
 pub fn prefetch<T>(table: &[T], index: usize) {
@@ -81,53 +96,69 @@ pub fn want_large_pages<T>(table: &[T]) {
     let _ = table;
 }
 
-/// The key's two halves and the count. Not a struct, as only arrays of numbers are allocated without being written.
+/// The key's two halves and the count; of a long word its place in the arena, its mark and the count. Not a struct, as only
+/// arrays of numbers are allocated without being written.
 type Slot = [u64; 3];
+
+/// Highest byte of a mark, where a key has its length. The rest of a mark is hash.
+const LONG: u64 = 0xFF << 56;
 
 fn key_of(slot: &Slot) -> u128 {
     (slot[1] as u128) << 64 | slot[0] as u128
+}
+
+fn mark_of(word: &[u8]) -> u64 {
+    hash_bytes(word) | LONG
+}
+
+/// Where the search for a word begins, before it is cut to the size of the table.
+#[inline]
+fn home(key: u128) -> usize {
+    let high = (key >> 64) as u64;
+    match high >= LONG {
+        true => high as usize,
+        false => hash(key) as usize,
+    }
 }
 
 /// Counts of words. Open addressing, linear probing, at most 5/8 full.
 pub struct WordTable {
     slots: Vec<Slot>,
     used: usize,
-    long: HashMap<Box<[u8]>, u64>,
+    /// The long words, each behind its length in eight bytes.
+    arena: Vec<u8>,
 }
 
 impl Default for WordTable {
     fn default() -> Self {
-        WordTable { slots: vec![[0; 3]; 1 << 12], used: 0, long: HashMap::new() }
+        WordTable { slots: vec![[0; 3]; 1 << 12], used: 0, arena: Vec::new() }
     }
 }
 
 impl WordTable {
-    /// With room for about half the words of a text of `bytes` bytes, by experience, but within `most_bytes`.
+    /// With room for the words of a text of `bytes` bytes, by experience, but within `most_bytes`.
     pub fn for_text(bytes: usize, most_bytes: usize) -> Self {
         let most = (most_bytes / size_of::<Slot>()).clamp(1 << 12, 1 << 18);
-        let slots = vec![[0; 3]; 1 << (bytes / 64).clamp(1 << 12, most).ilog2()];
+        let slots = vec![[0; 3]; 1 << (bytes / 32).clamp(1 << 12, most).ilog2()];
         want_large_pages(&slots);
         WordTable { slots, ..WordTable::default() }
     }
 
     /// Number of distinct words.
     pub fn len(&self) -> usize {
-        self.used + self.long.len()
+        self.used
     }
 
     pub fn is_empty(&self) -> bool {
-        self.len() == 0
+        self.used == 0
     }
 
     /// Adds `count` to the word `text[start..end]`.
     #[inline]
     pub fn add(&mut self, text: &[u8], start: usize, end: usize, count: u64) {
-        if end - start <= PACKED {
-            self.add_key(pack(text, start, end), count);
-        } else if let Some(old) = self.long.get_mut(&text[start..end]) {
-            *old += count;
-        } else {
-            self.long.insert(text[start..end].into(), count);
+        match end - start <= PACKED {
+            true => self.add_key(pack(text, start, end), count),
+            false => self.add_long(&text[start..end], mark_of(&text[start..end]), count),
         }
     }
 
@@ -136,14 +167,15 @@ impl WordTable {
     pub fn add_batch(&mut self, text: &[u8], bounds: &[usize]) {
         let mut keys = [0; MOST];
         for (key, piece) in keys.iter_mut().zip(bounds.windows(2)) {
-            if piece[1] - piece[0] <= PACKED {
-                *key = pack(text, piece[0], piece[1]);
-                prefetch(&self.slots, hash(*key) as usize & (self.slots.len() - 1));
-            }
+            *key = match piece[1] - piece[0] <= PACKED {
+                true => pack(text, piece[0], piece[1]),
+                false => (mark_of(&text[piece[0]..piece[1]]) as u128) << 64,
+            };
+            prefetch(&self.slots, home(*key) & (self.slots.len() - 1));
         }
         for (&key, piece) in keys.iter().zip(bounds.windows(2)) {
-            match key {
-                0 => self.add(text, piece[0], piece[1], 1),
+            match (key >> 64) as u64 {
+                mark @ LONG.. => self.add_long(&text[piece[0]..piece[1]], mark, 1),
                 _ => self.add_key(key, 1),
             }
         }
@@ -162,13 +194,36 @@ impl WordTable {
             }
             if slot[1] == 0 {
                 *slot = [low, high, count];
-                self.used += 1;
-                if self.used * 8 > self.slots.len() * 5 {
-                    self.grow();
-                }
-                return;
+                return self.count_new();
             }
             at += 1;
+        }
+    }
+
+    fn add_long(&mut self, word: &[u8], mark: u64, count: u64) {
+        let mask = self.slots.len() - 1;
+        let mut at = home((mark as u128) << 64) & mask;
+        loop {
+            let slot = self.slots[at & mask];
+            if slot[1] == mark && long_word(&self.arena, slot[0]) == word {
+                self.slots[at & mask][2] += count;
+                return;
+            }
+            if slot[1] == 0 {
+                self.slots[at & mask] = [self.arena.len() as u64, mark, count];
+                self.arena.extend((word.len() as u64).to_le_bytes());
+                self.arena.extend(word);
+                return self.count_new();
+            }
+            at += 1;
+        }
+    }
+
+    #[inline]
+    fn count_new(&mut self) {
+        self.used += 1;
+        if self.used * 8 > self.slots.len() * 5 {
+            self.grow();
         }
     }
 
@@ -179,7 +234,7 @@ impl WordTable {
         want_large_pages(&self.slots);
         let mask = self.slots.len() - 1;
         for slot in old.into_iter().filter(|slot| slot[1] != 0) {
-            let mut at = hash(key_of(&slot)) as usize & mask;
+            let mut at = home(key_of(&slot)) & mask;
             while self.slots[at][1] != 0 {
                 at = (at + 1) & mask;
             }
@@ -187,9 +242,9 @@ impl WordTable {
         }
     }
 
-    /// Memory that the table takes, in bytes (the long words' map by estimate).
+    /// Memory that the table takes, in bytes.
     pub fn bytes(&self) -> usize {
-        self.slots.len() * size_of::<Slot>() + self.long.len() * 96
+        self.slots.len() * size_of::<Slot>() + self.arena.capacity()
     }
 
     /// Forgets the rarest words until at most half of them are left. Returns how many occurrences that drops.
@@ -208,11 +263,15 @@ impl WordTable {
 
     /// Adds all counts of another table.
     pub fn absorb(&mut self, other: WordTable) {
-        for slot in other.slots.into_iter().filter(|slot| slot[1] != 0) {
-            self.add_key(key_of(&slot), slot[2]);
-        }
-        for (word, count) in other.long {
-            *self.long.entry(word).or_insert(0) += count;
+        for (at, slot) in other.slots.iter().enumerate() {
+            if let Some(ahead) = other.slots.get(at + 16).filter(|ahead| ahead[1] >= LONG) {
+                prefetch(&other.arena, ahead[0] as usize);
+            }
+            match slot[1] {
+                0 => {}
+                mark @ LONG.. => self.add_long(long_word(&other.arena, slot[0]), mark, slot[2]),
+                _ => self.add_key(key_of(slot), slot[2]),
+            }
         }
     }
 
@@ -220,12 +279,15 @@ impl WordTable {
     pub fn for_each(&self, mut each: impl FnMut(&[u8], u64)) {
         for slot in self.slots.iter().filter(|slot| slot[1] != 0) {
             let (bytes, length) = unpack(key_of(slot));
-            each(&bytes[..length], slot[2]);
-        }
-        for (word, &count) in &self.long {
-            each(word, count);
+            let word = if slot[1] >= LONG { long_word(&self.arena, slot[0]) } else { &bytes[..length] };
+            each(word, slot[2]);
         }
     }
+}
+
+fn long_word(arena: &[u8], place: u64) -> &[u8] {
+    let (length, rest) = arena[place as usize..].split_at(8);
+    &rest[..u64::from_le_bytes(length.try_into().unwrap_or_default()) as usize]
 }
 
 #[cfg(test)]
