@@ -11,39 +11,3 @@ Read in this order:
     torch_engines.py                    PyTorch's DDP and FSDP2 behind the same interface
     engine.py, state.py                 a configuration → an engine; its state as whole named tensors
 """
-
-from groundup.parallel.agree import DisagreementError, check_agreement
-from groundup.parallel.ddp import BucketedDDP, DataParallel, FlatDDP, NaiveDDP, OverlapDDP
-from groundup.parallel.engine import parallelize
-from groundup.parallel.fsdp import FSDP
-from groundup.parallel.launch import ChildError, spawn
-from groundup.parallel.processes import World, connect, disconnect, this_world
-from groundup.parallel.torch_engines import TorchDDP, TorchFSDP2
-from groundup.parallel.units import UnitPlan
-from groundup.parallel.whole import WholeParameterOptimizer, muon_cost
-from groundup.parallel.zero import ShardedDDP, ShardedOptimizer
-
-__all__ = [
-    "FSDP",
-    "BucketedDDP",
-    "ChildError",
-    "DataParallel",
-    "DisagreementError",
-    "FlatDDP",
-    "NaiveDDP",
-    "OverlapDDP",
-    "ShardedDDP",
-    "ShardedOptimizer",
-    "TorchDDP",
-    "TorchFSDP2",
-    "UnitPlan",
-    "WholeParameterOptimizer",
-    "World",
-    "check_agreement",
-    "connect",
-    "disconnect",
-    "muon_cost",
-    "parallelize",
-    "spawn",
-    "this_world",
-]
