@@ -1,7 +1,9 @@
-"""The one error a user's input can cause, and the nearest-name hint that several messages share."""
+"""The one error a user's input can cause, and what several messages share."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib import import_module
+from typing import Any
 
 
 class UserError(Exception):
@@ -18,3 +20,12 @@ def nearest_name(name: str, legal: Iterable[str]) -> str:
     if close:
         return f' (did you mean "{close[0]}"?)'
     return f" (legal: {', '.join(names)})"
+
+
+def optional_package(name: str, use: str) -> Any:
+    """The package (or a module in it) that only `use` needs. Raises UserError with what to install."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise UserError(f"{use} needs the package {package} (pip install {package})") from error

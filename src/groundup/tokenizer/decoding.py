@@ -2,6 +2,21 @@
 
 import codecs
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def readable(ids: "Iterable[int] | np.ndarray") -> "list[int] | np.ndarray":
+    """Ids as the core reads them: an array of uint16 or uint32, where every number survives that, or a list."""
+    dtype: Any = getattr(ids, "dtype", None)
+    if dtype is None or dtype.kind not in "iu" or not hasattr(ids, "astype"):
+        return list(ids)
+    if dtype in ("uint16", "uint32"):
+        return ids  # pyrefly: ignore[bad-return] (an array)
+    array = ids.astype("uint32")
+    return array if (array == ids).all() else list(ids)
 
 
 def decode_stream(tokens: Iterable[bytes], errors: str = "replace") -> Iterator[str]:

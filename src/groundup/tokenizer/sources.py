@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from groundup.errors import UserError
-from groundup.tokenizer.optional import optional_package
+from groundup.errors import UserError, optional_package
 
 BLOCK = 1 << 20
 

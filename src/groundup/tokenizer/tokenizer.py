@@ -7,19 +7,18 @@ keeps the ids it has. Every text has ids and every list of valid ids has bytes: 
 import hashlib
 import json
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from groundup import _core
-from groundup.errors import UserError
+from groundup.errors import UserError, optional_package
 from groundup.files import directory_written_aside, write_atomic
 from groundup.tokenizer import formats
 from groundup.tokenizer.allowed import Names, allowed_names, split_at
-from groundup.tokenizer.decoding import decode_offsets, decode_stream
+from groundup.tokenizer.decoding import decode_offsets, decode_stream, readable
 from groundup.tokenizer.normal import nfc, nfc_chunks
-from groundup.tokenizer.optional import optional_package
 from groundup.tokenizer.training import (
     Options,
     Progress,
@@ -119,8 +118,7 @@ class Tokenizer:
         """
         name = formats.pattern_name(pattern)
         options = Options(special_tokens, name, threads, errors, ties, memory, prune, progress, text_field)
-        wanted = merges_wanted(vocab_size, special_tokens)
-        return cls._of_merges(find_merges(count_files(inputs, options), wanted, options), options)
+        return cls._train(count_files, inputs, vocab_size, options)
 
     @classmethod
     def train_from_texts(
@@ -132,9 +130,8 @@ class Tokenizer:
         **options,
     ) -> "Tokenizer":
         """Train on an iterator of texts, each a document. `options` as in `train`."""
-        given = Options(special_tokens, formats.pattern_name(pattern), **options)
-        wanted = merges_wanted(vocab_size, special_tokens)
-        return cls._of_merges(find_merges(count_texts(texts, given), wanted, given), given)
+        name = formats.pattern_name(pattern)
+        return cls._train(count_texts, texts, vocab_size, Options(special_tokens, name, **options))
 
     @classmethod
     def train_from_counts(
@@ -146,12 +143,13 @@ class Tokenizer:
         **options,
     ) -> "Tokenizer":
         """Train on pre-tokens that were counted elsewhere. `options` as in `train`."""
-        given = Options(special_tokens, formats.pattern_name(pattern), **options)
-        wanted = merges_wanted(vocab_size, special_tokens)
-        return cls._of_merges(find_merges(count_words(words, given), wanted, given), given)
+        name = formats.pattern_name(pattern)
+        return cls._train(count_words, words, vocab_size, Options(special_tokens, name, **options))
 
     @classmethod
-    def _of_merges(cls, merges: list[tuple[bytes, bytes]], options: Options) -> "Tokenizer":
+    def _train(cls, count: Callable, source: Iterable, vocab_size: int, options: Options) -> "Tokenizer":
+        wanted = merges_wanted(vocab_size, options.special_tokens)
+        merges = find_merges(count(source, options), wanted, options)
         vocab = {byte: bytes([byte]) for byte in range(256)}
         vocab.update({256 + rank: left + right for rank, (left, right) in enumerate(merges)})
         first = len(vocab)
@@ -291,12 +289,11 @@ class Tokenizer:
         """
         import numpy as np
 
-        wide = self.vocab_size > 65_536
+        dtype = np.uint32 if self.vocab_size > 65_536 else np.uint16
         if not _everything(allowed_special, disallowed_special):
-            return np.array(self.encode(text, allowed_special, disallowed_special), np.uint32 if wide else np.uint16)
+            return np.array(self.encode(text, allowed_special, disallowed_special), dtype)
         with _clear_errors():
-            buffer = self._core.encode_buffer(self._normal(text), True)
-        return np.frombuffer(memoryview(buffer), np.uint32 if wide else np.uint16)
+            return np.frombuffer(memoryview(self._core.encode_buffer(self._normal(text), True)), dtype)
 
     def encode_batch(
         self,
@@ -345,13 +342,13 @@ class Tokenizer:
 
     def decode_bytes(self, ids: "Iterable[int] | np.ndarray") -> bytes:
         """The bytes of ids; from a NumPy array, without a Python number an id."""
-        ids = _readable(ids)
+        ids = readable(ids)
         with self._known(ids):
             return self._core.decode(ids)
 
     def decode(self, ids: "Iterable[int] | np.ndarray", errors: str = "replace") -> str:
         """The text of ids. They may end inside a character, or hold any bytes: `errors` as in `bytes.decode`."""
-        ids = _readable(ids)
+        ids = readable(ids)
         with self._known(ids):
             return self._core.decode_text(ids, errors)
 
@@ -382,17 +379,6 @@ class Tokenizer:
 
     def _unknown(self, token_id: object) -> UserError:
         return UserError(f"id {token_id} is not in the vocabulary: legal ids are 0 to {self.vocab_size - 1}")
-
-
-def _readable(ids: "Iterable[int] | np.ndarray") -> "list[int] | np.ndarray":
-    """Ids as the core reads them: an array of uint16 or uint32, where every number survives that, or a list."""
-    dtype: Any = getattr(ids, "dtype", None)
-    if dtype is None or dtype.kind not in "iu" or not hasattr(ids, "astype"):
-        return list(ids)
-    if dtype in ("uint16", "uint32"):
-        return ids  # pyrefly: ignore[bad-return] (an array)
-    array = ids.astype("uint32")
-    return array if (array == ids).all() else list(ids)
 
 
 def _everything(allowed: Names, disallowed: Names) -> bool:

@@ -113,7 +113,7 @@ def count_files(inputs: Iterable[str | os.PathLike], options: Options) -> _core.
             parts = blocks(file, lambda at: tell("count", done + at, total), lines)  # noqa: B023
             _feed(counter, parts, str(file), options)
             if lines.replaced:
-                warnings.warn(f"{file}: {lines.replaced} invalid UTF-8 sequences were read as U+FFFD", stacklevel=3)
+                warnings.warn(f"{file}: {lines.replaced} invalid UTF-8 sequences were read as U+FFFD", stacklevel=4)
             done += file.stat().st_size
     return counter
 
@@ -179,7 +179,7 @@ def find_merges(counter: _core.WordCounter, wanted: int, options: Options) -> Me
     except ValueError as error:
         raise UserError(f"{error}: train on less text, or prune") from error
     _, _, replaced, dropped = counter.totals()
-    level = 4  # the caller of Tokenizer.train
+    level = 5  # the caller of Tokenizer.train
     if replaced:
         warnings.warn(f"{replaced} invalid UTF-8 sequences were read as U+FFFD", stacklevel=level)
     if dropped:

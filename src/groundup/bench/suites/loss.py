@@ -16,9 +16,9 @@ from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOption
 from groundup.bench.cells import Parameters
 from groundup.bench.harness import allocated, memory_notes, summary, time_steps
 from groundup.bench.sweep import repetitions
+from groundup.errors import optional_package
 from groundup.kernels import linear_cross_entropy
 from groundup.model.loss import cross_entropy
-from groundup.tokenizer.optional import optional_package
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 IMPLEMENTATIONS = ("eager", "compiled", "chunked", "kernel", "liger")

@@ -16,8 +16,8 @@ from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOption
 from groundup.bench.cells import Parameters
 from groundup.bench.harness import buffer_sets, on_side_stream, summary, time_kernel
 from groundup.bench.sweep import repetitions
+from groundup.errors import optional_package
 from groundup.model.layers import RMSNorm
-from groundup.tokenizer.optional import optional_package
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TORCH = ("eager", "compiled", "layer_norm", "rms_norm")

@@ -18,9 +18,8 @@ from typing import Any, Literal
 from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, at_least, numbers, words
 from groundup.bench.cells import Parameters
 from groundup.data.embedded import write_embedded_corpus
-from groundup.errors import UserError
+from groundup.errors import UserError, optional_package
 from groundup.tokenizer import END_OF_TEXT, Tokenizer, formats
-from groundup.tokenizer.optional import optional_package
 from groundup.tokenizer.profile import Phases, anonymous_bytes
 
 TASKS = {
