@@ -77,7 +77,8 @@ def test_the_loss_takes_its_chunks_as_the_kernel_does() -> None:
         (300, 97, 16, 4),
         (1000, 2_000_000, 64, 2),
     ):
-        assert fused.chunk_rows(*shape) == theirs(*shape)
+        for weight_item in (2, 4):
+            assert fused.chunk_rows(*shape, weight_item) == theirs(*shape, weight_item)
 
 
 def test_kernels_need_less_memory_and_the_loss_never_all_logits() -> None:

@@ -113,10 +113,10 @@ def rotary_attention(qkv: Tensor, n_heads: int, turned: bool) -> Tensor:
     return attach(out, record("flash", [qkv], backward))
 
 
-def chunk_rows(n_tokens: int, vocab: int, width: int, item: int) -> int:
+def chunk_rows(n_tokens: int, vocab: int, width: int, item: int, weight_item: int) -> int:
     """Tokens in a chunk of the loss, as the function of this name in kernels/linear_cross_entropy.py."""
-    share = n_tokens * vocab * item // (8 if n_tokens >= 1 << 15 else 16)
-    budget = max(CHUNK_BYTES, vocab * width * 4 * 3 // 16, min(share, 1 << 30))
+    parts = 4 if weight_item >= 4 else 8 if n_tokens >= 1 << 15 else 16
+    budget = max(CHUNK_BYTES, vocab * width * 4 * 3 // 16, min(n_tokens * vocab * item // parts, 1 << 30))
     return min(n_tokens, max(128, budget // (vocab * item) // 128 * 128))
 
 
@@ -132,7 +132,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor) -> Tensor:
     losses = tape.empty((rows,), "fp32", "losses")
     d_x = tape.empty(x.shape, dtype, "dx") if needed else None
     d_weight = tape.empty(weight.shape, "fp32", "dw") if needed else None
-    chunk = chunk_rows(rows, vocab, width, ITEMSIZE[dtype])
+    chunk = chunk_rows(rows, vocab, width, ITEMSIZE[dtype], ITEMSIZE[weight.dtype])
     for first in range(0, rows, chunk):
         _loss_chunk(x, head, d_x, d_weight, min(chunk, rows - first))
     del head

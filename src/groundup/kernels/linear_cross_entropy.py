@@ -63,14 +63,15 @@ def linear_cross_entropy(
     return forward_op(flat, weight, labels, count.float(), z_loss, softcap, *flags)[0]
 
 
-def chunk_rows(n_tokens: int, vocab: int, width: int, item: int) -> int:
+def chunk_rows(n_tokens: int, vocab: int, width: int, item: int, weight_item: int) -> int:
     """Tokens in a chunk: a multiple of 128 whose logits fit the budget.
 
     Each chunk reads and writes dW once, so the budget is at least 3/16 of dW in float32 and a sixteenth of all logits,
-    an eighth from 32,768 tokens on, beside whose activations that is little; but no more than 1 GiB of them.
+    an eighth from 32,768 tokens on, beside whose activations that is little; but no more than 1 GiB of them. A quarter
+    where the weight is float32 (4 bytes an item): dW in float32 then is the gradient, and nothing else is held.
     """
-    share = n_tokens * vocab * item // (8 if n_tokens >= 1 << 15 else 16)
-    budget = max(CHUNK_BYTES, vocab * width * 4 * 3 // 16, min(share, 1 << 30))
+    parts = 4 if weight_item >= 4 else 8 if n_tokens >= 1 << 15 else 16
+    budget = max(CHUNK_BYTES, vocab * width * 4 * 3 // 16, min(n_tokens * vocab * item // parts, 1 << 30))
     return min(n_tokens, max(128, budget // (vocab * item) // 128 * 128))
 
 
@@ -180,7 +181,7 @@ def forward_op(
     d_weight = losses.new_empty(head.shape if need_weight else 0)
     if n_tokens == 0:
         d_weight.zero_()  # no chunk will write it
-    rows = chunk_rows(max(1, n_tokens), vocab, width, x.element_size())
+    rows = chunk_rows(max(1, n_tokens), vocab, width, x.itemsize, weight.itemsize)
     for first in range(0, n_tokens, rows):
         chunk = slice(first, first + rows)
         logits = x[chunk] @ head.T
