@@ -172,7 +172,7 @@ def test_a_trace_reaches_the_parent():
 class EndsUnseen:
     """A child that fails between being asked whether it lives and being asked for its exit code, or the reverse."""
 
-    sentinel = -1
+    sentinel, pid = -1, 1
 
     def __init__(self, question):
         self.question, self.exit_code = question, None

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -39,20 +39,23 @@ def spawn(function: Callable[..., Any], nproc: int, *arguments: Any, grace: floa
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context: Any = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="groundup-") as directory:
-        children = []
-        for rank in range(nproc):
-            child = context.Process(target=_child, args=(function, arguments, Path(directory) / str(rank), os.getpid()))
-            with _environment(_variables(rank, nproc, store.port)):
-                child.start()
-            children.append(child)
-        first = _first_failure(children, grace)
-        outcomes = [_read(Path(directory) / str(rank)) for rank in range(nproc)]
-        if first is None:  # nor may a child have left without a result
-            first = next((rank for rank, (kind, _) in enumerate(outcomes) if kind != "ok"), None)
-        if first is not None:
-            _raise(first, children, outcomes)
-        return [outcome[1] for outcome in outcomes]
+    children: list[Any] = []
+    with tempfile.TemporaryDirectory(prefix="groundup-") as directory, _signals_reach(children):
+        paths = [Path(directory) / str(rank) for rank in range(nproc)]
+        try:
+            for rank, path in enumerate(paths):
+                children.append(context.Process(target=_child, args=(function, arguments, path, os.getpid())))
+                with _environment(_variables(rank, nproc, store.port)):
+                    children[-1].start()
+            first = _first_failure(children, grace)
+        finally:
+            _stop_all(children, 0.0)
+        outcomes: list[Any] = [pickle.loads(path.read_bytes()) if path.exists() else None for path in paths]
+    if first is None:  # nor may a child have left without a result
+        first = next((rank for rank, outcome in enumerate(outcomes) if outcome is None), None)
+    if first is not None:
+        raise _explanation(first, children[first].exitcode, [outcome[1] if outcome else None for outcome in outcomes])
+    return [outcome[0] for outcome in outcomes]
 
 
 def _variables(rank: int, nproc: int, port: int) -> dict[str, str]:
@@ -74,117 +77,118 @@ def _variables(rank: int, nproc: int, port: int) -> dict[str, str]:
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Generator[None]:
-    """What a child starts with: some of it is read when torch is imported, which is before our code runs there."""
-    before = {name: os.environ.get(name) for name in variables}
+    """What a child starts with: some of it is read when torch is imported, which may be before our code runs there."""
+    before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in variables:
+            del os.environ[name]
+        os.environ.update(before)
 
 
-def _child(function: Callable[..., Any], arguments: tuple, outcome: Path, parent: int) -> None:
-    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
-    try:
-        result = ("ok", function(*arguments))
-    except UserError as error:
-        result = ("user", str(error))
-    except KeyboardInterrupt:
-        result = ("interrupt", "")
-    except BaseException as error:
-        result = ("bug", "".join(traceback.format_exception(error)))
-    aside = outcome.with_suffix(".tmp")
-    aside.write_bytes(pickle.dumps(result))
-    os.replace(aside, outcome)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not exit(): after a failure the backend's threads may still wait for a peer that has gone.
-    os._exit(0 if result[0] == "ok" else 1)
+@contextmanager
+def _signals_reach(children: list[Any]) -> Generator[None]:
+    """SIGINT and SIGTERM go on to the children, which end in their own way; Ctrl-Z stops them with their parent.
 
+    They are in process groups of their own: so a signal comes once, from a terminal (which signals the whole group of
+    the parent, and a second one would end a run unsaved) as from `kill`.
+    """
 
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
-
-
-def _first_failure(children: list[Any], grace: float) -> int | None:
-    """Wait for all; after a failure stop the others. Returns the rank that failed first, or None."""
-
-    def stop(number: int, _: Any) -> None:
+    def pass_on(number: int, _: Any) -> None:
         for child in children:
             if child.is_alive():
                 os.kill(child.pid, number)
 
-    # Ctrl-C reaches the children by itself, from the terminal; they end in their own way.
-    before = _handle(signal.SIGINT, lambda *_: None), _handle(signal.SIGTERM, stop)
-    first = None
+    def suspend(*_: Any) -> None:
+        pass_on(signal.SIGSTOP, None)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        pass_on(signal.SIGCONT, None)
+
+    handlers = {signal.SIGINT: pass_on, signal.SIGTERM: pass_on, signal.SIGTSTP: suspend}
+    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
+        handlers = {}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        while first is None:
-            # Asked in this order: a child that ends in between is seen as failed, not missed.
-            alive = [child for child in children if child.is_alive()]
-            failed = [rank for rank, child in enumerate(children) if child.exitcode not in (None, 0)]
-            if failed:
-                # Ranks that lost a peer fail right after the one that is to blame: a signal tells it apart.
-                first = min(failed, key=lambda rank: (children[rank].exitcode > 0, rank))
-                _stop_all(children, grace)
-            elif alive:
-                wait([child.sentinel for child in alive], timeout=1.0)
-            else:
-                break
+        yield
     finally:
-        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+        for number, handler in before.items():
             if handler is not None:
                 signal.signal(number, handler)
-        _stop_all(children, 0.0)
-    return first
 
 
-def _handle(number: int, handler: Any) -> Any:
-    """Only the main thread may set handlers."""
-    return signal.signal(number, handler) if threading.current_thread() is threading.main_thread() else None
+def _child(function: Callable[..., Any], arguments: tuple, path: Path, parent: int) -> None:
+    os.setpgrp()
+    end_with_parent(parent)
+    result, error = None, None
+    try:
+        result = function(*arguments)
+    except UserError as caught:
+        error = UserError(str(caught))
+    except KeyboardInterrupt:
+        error = KeyboardInterrupt()
+    except BaseException as caught:
+        error = ChildError(f"rank {os.environ['RANK']} failed:\n{''.join(traceback.format_exception(caught))}")
+    aside = path.with_suffix(".tmp")
+    aside.write_bytes(pickle.dumps((result, error)))
+    os.replace(aside, path)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not exit(): after a failure the backend's threads may still wait for a peer that has gone.
+    os._exit(1 if error else 0)
+
+
+def end_with_parent(parent: int) -> None:
+    """From now on this process ends, within a second, when its parent (that process id) has gone."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _first_failure(children: list[Any], grace: float) -> int | None:
+    """Wait for all; after a failure stop the others. Returns the rank that failed first, or None."""
+    while True:
+        # Asked in this order: a child that ends in between is seen as failed, not missed.
+        alive = [child for child in children if child.is_alive()]
+        failed = [rank for rank, child in enumerate(children) if child.exitcode not in (None, 0)]
+        if failed:
+            _stop_all(children, grace)
+            # Ranks that lost a peer fail right after the one that is to blame: a signal tells it apart.
+            return min(failed, key=lambda rank: (children[rank].exitcode > 0, rank))
+        if not alive:
+            return None
+        wait([child.sentinel for child in alive], timeout=1.0)
 
 
 def _stop_all(children: list[Any], grace: float) -> None:
-    for child in children:
+    started = [child for child in children if child.pid]
+    for child in started:
         if child.is_alive():
-            with suppress(ProcessLookupError):
-                child.terminate()
+            child.terminate()
     end = time.monotonic() + grace
-    for child in children:
+    for child in started:
         child.join(max(0.0, end - time.monotonic()))
         if child.is_alive():
             child.kill()
         child.join()
 
 
-def _read(path: Path) -> Any:
-    return pickle.loads(path.read_bytes()) if path.exists() else ("gone", "")
-
-
-def _raise(first: int, children: list[Any], outcomes: list[Any]) -> None:
-    """The failure that explains the others: a killed child, else a UserError, else the first trace."""
-    code = children[first].exitcode
-    if code is not None and code < 0 and outcomes[first][0] == "gone":
+def _explanation(first: int, code: int, errors: list[BaseException | None]) -> BaseException:
+    """The error that explains the others: a killed child, else Ctrl-C, else what the first to fail has said."""
+    error = errors[first]
+    if error is None and code < 0:
         name = signal.Signals(-code).name
-        raise UserError(
+        return UserError(
             f"rank {first} was killed by {name}; the others were stopped: go on from the last checkpoint with --resume"
         )
-    kinds = [kind for kind, _ in outcomes]
-    if "interrupt" in kinds:
-        raise KeyboardInterrupt
-    said = [(rank, text) for rank, (kind, text) in enumerate(outcomes) if kind == "user"]
-    bugs = [(rank, text) for rank, (kind, text) in enumerate(outcomes) if kind == "bug"]
-    blamed = [entry for entry in said if entry[0] == first] or ([] if bugs and bugs[0][0] == first else said)
-    if blamed:
-        rank, text = blamed[0]
-        everywhere = len(said) == len(outcomes) and len({text for _, text in said}) == 1
-        raise UserError(text if everywhere else f"rank {rank}: {text}")
-    if bugs:
-        rank, text = next((entry for entry in bugs if entry[0] == first), bugs[0])
-        raise ChildError(f"rank {rank} failed:\n{text}")
-    raise ChildError(f"rank {first} ended with exit code {code}")
+    if any(isinstance(other, KeyboardInterrupt) for other in errors):
+        return KeyboardInterrupt()
+    if error is None:
+        return ChildError(f"rank {first} ended with exit code {code}")
+    everywhere = {repr(other) for other in errors} == {repr(error)}
+    return UserError(f"rank {first}: {error}") if isinstance(error, UserError) and not everywhere else error
