@@ -79,8 +79,12 @@ def test_counting_a_file_streams_it(tmp_path, monkeypatch):
     monkeypatch.setattr("groundup.tokenizer.info.BLOCK_BYTES", 7)
     (tmp_path / "text.txt").write_text(PROSE * 3)
     assert count_tokens(gpt2(), tmp_path / "text.txt") == (len(PROSE.encode()) * 3, len(gpt2().encode(PROSE * 3)))
-    with pytest.raises(UserError, match="No such file"):
-        count_tokens(gpt2(), tmp_path / "none.txt")
+    (tmp_path / "empty.txt").touch()
+    for name, message in (("none.txt", "No such file"), ("empty.txt", "is empty")):
+        with pytest.raises(UserError, match=message):
+            count_tokens(gpt2(), tmp_path / name)
+        with pytest.raises(UserError, match=message):
+            compare([gpt2_folder()], [tmp_path / name])
 
 
 def test_comparison_counts_tokens_and_adds_up(tmp_path):

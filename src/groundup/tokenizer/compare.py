@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from groundup.errors import UserError
+from groundup.tokenizer.info import blocks
 from groundup.tokenizer.tokenizer import Tokenizer
 
 
@@ -17,12 +17,7 @@ def compare(paths: Sequence[Path], files: Sequence[Path]) -> list[dict[str, Any]
     """One row a file, and one for all files together, with a cell for each tokenizer in the order of `paths`."""
     rows: list[dict[str, Any]] = []
     for file in files:
-        try:
-            text = file.read_bytes()
-        except OSError as error:
-            raise UserError(f"{file}: cannot be read ({error.strerror}); check the path") from error
-        if not text:
-            raise UserError(f"{file}: the file is empty; name a file with text")
+        text = b"".join(blocks(file))
         cells = [_measure(path, text) for path in paths]
         rows.append({"file": file.name, "bytes": len(text), "cells": cells})
     if len(rows) > 1:

@@ -156,12 +156,6 @@ def token_ids(parts: Parts) -> dict[bytes, int]:
     return ids
 
 
-def to_json(parts: Parts) -> dict[str, Any]:
-    """The content of `tokenizer.json`."""
-    spelled = _spelled(parts)
-    return _content(parts, _vocab(parts, spelled), [[spelled[left], spelled[right]] for left, right in parts.merges])
-
-
 def _spelled(parts: Parts) -> dict[bytes, str]:
     """The printable forms of the ordinary tokens, in the order of ids; translated at once, as a character is a byte."""
     ids = token_ids(parts)
@@ -183,7 +177,8 @@ def _specials(parts: Parts) -> list[tuple[str, int]]:
     return sorted(parts.special_tokens.items(), key=lambda item: item[1])
 
 
-def _content(parts: Parts, vocab: Any, merges: Any) -> dict[str, Any]:
+def _frame(parts: Parts) -> dict[str, Any]:
+    """The content of `tokenizer.json` without vocabulary and merges, which come last, one after the other."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     pre_tokenizer: dict[str, Any] = byte_level
     if parts.pattern != "gpt2":
@@ -210,8 +205,8 @@ def _content(parts: Parts, vocab: Any, merges: Any) -> dict[str, Any]:
             "byte_fallback": False,
             "ignore_merges": parts.whole_pieces,
             **({"tied_ranks": True} if parts.tied_ranks else {}),  # other readers skip what they do not know
-            "vocab": vocab,
-            "merges": merges,
+            "vocab": {},
+            "merges": [],
         },
     }
 
@@ -222,10 +217,9 @@ def json_text(parts: Parts) -> str:
     spelled = _spelled(parts)
     quoted = {token: _quoted(form) for token, form in spelled.items()}
     merges = ",\n".join([f"[{quoted[left]}, {quoted[right]}]" for left, right in parts.merges])
-    # Vocabulary and merges come last, one after the other: everything before them is written by json.
-    head, _, end = json.dumps(_content(parts, "@", "@"), ensure_ascii=False, indent=1).rpartition('"@"')
-    head = head.rpartition('"@"')[0]
-    return f'{head}{_vocab_text(_vocab(parts, spelled))},\n  "merges": [{merges}]{end}\n'
+    frame = json.dumps(_frame(parts), ensure_ascii=False, indent=1)
+    end = frame.rindex('{},\n  "merges": []')
+    return f'{frame[:end]}{_vocab_text(_vocab(parts, spelled))},\n  "merges": [{merges}]\n }}\n}}\n'
 
 
 def _vocab_text(vocab: dict[str, int]) -> str:

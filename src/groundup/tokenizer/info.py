@@ -71,13 +71,17 @@ def as_json(node: Node) -> dict[str, Any]:
 
 
 def blocks(path: Path) -> Iterator[bytes]:
-    """The file in blocks; UserError where it cannot be read."""
+    """The file in blocks; UserError where it cannot be read or is empty."""
+    empty = True
     try:
         with open(path, "rb") as file:
             while block := file.read(BLOCK_BYTES):
+                empty = False
                 yield block
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the path") from error
+    if empty:
+        raise UserError(f"{path}: the file is empty; name a file with text")
 
 
 def count_tokens(tokenizer: Tokenizer, path: Path) -> tuple[int, int]:
@@ -91,8 +95,6 @@ def count_tokens(tokenizer: Tokenizer, path: Path) -> tuple[int, int]:
             yield block
 
     tokens = sum(1 for _ in tokenizer.encode_iterable(counted()))
-    if not read:
-        raise UserError(f"{path}: the file is empty; name a file with text")
     return read, tokens
 
 

@@ -5,7 +5,6 @@ keeps the ids it has. Every text has ids and every list of valid ids has bytes: 
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -202,7 +201,7 @@ class Tokenizer:
     def to_hf(self) -> "tokenizers.Tokenizer":
         """The same vocabulary as an object of Hugging Face's tokenizers."""
         tokenizers = optional_package("tokenizers", "to_hf")
-        return tokenizers.Tokenizer.from_str(json.dumps(formats.to_json(self._parts)))
+        return tokenizers.Tokenizer.from_str(formats.json_text(self._parts))
 
     # What it is
 
