@@ -160,9 +160,6 @@ def test_convention_is_what_the_reference_executes() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"mode": "train"}, "train-step"),
-        ({"precision": "bf16"}, "bf16-mixed"),
-        ({"attention": "flsh"}, "flash"),
         ({"batch": 0}, "at least 1"),
         ({"context": 13}, "12"),
         ({"checkpoint_every": 4}, "3 layers"),

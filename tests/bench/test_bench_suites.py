@@ -11,7 +11,7 @@ import pytest
 import torch
 from bench_tools import TINY, backends_of_all_reduce, tiny_cells, tiny_cells_of, validate
 
-from groundup.account import predict_step
+from groundup.account import Setting, predict_step
 from groundup.bench.benchmark import find, summaries
 from groundup.bench.cells import document
 from groundup.bench.suites import attention, loss, mixed_precision, norm, step
@@ -73,7 +73,7 @@ def test_stamps_name_no_machine_person_or_path():
 def test_step_counts_what_the_shape_says():
     modes = "forward,forward-backward,train-step"
     cells = {cell["parameters"]["mode"]: cell for cell in tiny_cells("step", mode=modes)}
-    work = predict_step(size("tiny"), 4, 8)
+    work = predict_step(size("tiny"), Setting(4, 8))
     total = work["parameters.total"]
     for mode, cell in cells.items():
         metrics = cell["metrics"]
@@ -260,7 +260,7 @@ def test_step_measures_the_ways_of_computing():
     assert again["parameters"]["checkpoint_activations"] == 1
     assert "flops.forward" not in plain["metrics"]
     (counted,) = tiny_cells("step", mode="forward-backward", checkpoint="1")
-    expected = predict_step(size("tiny"), 4, 8, "forward-backward", checkpoint_every=1)
+    expected = predict_step(size("tiny"), Setting(4, 8, "forward-backward", checkpoint_every=1))
     assert counted["metrics"]["flops.backward"] == expected["flops.backward"] + expected["flops.recompute"]
     old = {k: v for k, v in plain["parameters"].items() if k not in ("attention", "kernels", "norm")}
     assert (step.model_config(old).attention, step.model_config(old).kernels) == ("reference", "reference")

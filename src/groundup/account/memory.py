@@ -6,7 +6,7 @@ operation, and cuBLAS's workspaces, which are counted on a line of their own.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from groundup.account import program
 from groundup.account.allocator import PlainAllocator
@@ -14,14 +14,6 @@ from groundup.account.params import parameters
 from groundup.account.tape import ITEMSIZE, DType, Kernel, Phase, Tape
 from groundup.config import ModelConfig
 from groundup.errors import UserError
-
-PRECISIONS = ("fp32", "tf32", "bf16-mixed", "fp16-mixed", "bf16-pure")
-"""fp32, tf32: float32 tensors. bf16-mixed: float32 weights, bf16 autocast, residual stream in bf16; fp16-mixed: counted
-as bf16-mixed, though its residual stream is float32. bf16-pure: weights and state in bf16."""
-MODES = ("forward", "forward-backward", "train-step")
-ATTENTIONS = ("reference", "flash")
-KERNELS = ("reference", "loss", "triton")
-"""Norm, RoPE, SwiGLU and loss in plain operations; the loss alone without full logits; kernels for all."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +23,11 @@ class Setting:
     batch: int = 4
     context: int = 0
     """Tokens a sequence; 0: the model's context length."""
-    mode: str = "train-step"
+    mode: Literal["forward", "forward-backward", "train-step"] = "train-step"
     precision: str = "fp32"
-    attention: str = "reference"
+    """fp32, tf32: float32 tensors. bf16-mixed: float32 weights, bf16 autocast, residual stream in bf16; fp16-mixed:
+    counted as bf16-mixed, though its residual stream is float32. bf16-pure: weights and state in bf16."""
+    attention: Literal["reference", "flash"] = "reference"
     checkpoint_every: int = 0
     """Blocks a checkpointed piece holds; 0: none."""
     grad: bool = False
@@ -42,7 +36,11 @@ class Setting:
     """For mode forward: whether the loss is computed; without it the pass ends with the logits."""
     workspace_mib: float = 32
     """cuBLAS's workspace for each thread that multiplies."""
-    kernels: str = "reference"
+    kernels: Literal["reference", "loss", "triton"] = "reference"
+    """Norm, RoPE, SwiGLU and loss in plain operations; the loss alone without full logits; kernels for all."""
+    optimizer: Literal["kernel", "tensors", "lists"] = "kernel"
+    """AdamW in one kernel; in plain operations a tensor at a time, as on a CPU; on lists of tensors, as cells measured
+    before there was a kernel."""
 
     @staticmethod
     def on_gpu(config: ModelConfig, **fields: Any) -> "Setting":
@@ -54,27 +52,15 @@ class Setting:
         return Setting(**(how | fields))
 
     def checked(self, config: ModelConfig) -> "Setting":
-        """The same with the context filled in. Raises UserError naming the offending value."""
-        for name, value, legal in (
-            ("mode", self.mode, MODES),
-            ("precision", self.precision, PRECISIONS),
-            ("attention", self.attention, ATTENTIONS),
-            ("kernels", self.kernels, KERNELS),
-        ):
-            if value not in legal:
-                raise UserError(f'no {name} "{value}"; legal: {", ".join(legal)}')
+        """The same with the context filled in. Raises UserError naming the offending number."""
         if self.batch < 1:
             raise UserError(f"batch is {self.batch}; it must be at least 1")
         if not 0 <= self.context <= config.context_length:
-            raise UserError(
-                f"context is {self.context}; it must be between 1 and the model's context length "
-                f"{config.context_length}"
-            )
+            most = f"the model's context length {config.context_length}"
+            raise UserError(f"context is {self.context}; it must be between 1 and {most}")
         if not 0 <= self.checkpoint_every <= config.n_layers:
-            raise UserError(
-                f"checkpoint_every is {self.checkpoint_every}; it must be between 0 (none) and the model's "
-                f"{config.n_layers} layers"
-            )
+            most = f"the model's {config.n_layers} layers"
+            raise UserError(f"checkpoint_every is {self.checkpoint_every}; it must be between 0 (none) and {most}")
         return replace(self, context=self.context or config.context_length)
 
     @property
@@ -129,8 +115,9 @@ def trace(config: ModelConfig, setting: Setting, plain: bool = False, steps: int
     setting = setting.checked(config)
     workspace = 0 if plain else int(setting.workspace_mib * 2**20)
     tape = Tape(setting.precision.endswith("mixed"), workspace, PlainAllocator() if plain else None)
-    how = program.How(setting.attention, setting.kernels, setting.checkpoint_every)
-    model = program.build(tape, config, setting.weights, how)
+    if plain or setting.weights != "fp32":  # what the kernel does not take
+        setting = replace(setting, optimizer="tensors")
+    model = program.build(tape, config, setting)
     shape = (setting.batch, setting.context)
     ids, targets = (tape.empty(shape, "int64", name, "inputs") for name in ("ids", "targets"))
     optimizer = program.AdamW(model) if setting.mode == "train-step" else None

@@ -1,5 +1,7 @@
 """Everything the account predicts of one step, under the names that the `step` benchmark measures."""
 
+from dataclasses import replace
+
 from groundup.account.flops import flops
 from groundup.account.hardware import gpu as gpu_named
 from groundup.account.memory import Setting, memory, trace
@@ -8,42 +10,23 @@ from groundup.account.throughput import throughput
 from groundup.config import ModelConfig
 
 
-def predict_step(
-    config: ModelConfig,
-    batch: int,
-    context: int,
-    mode: str = "train-step",
-    precision: str = "fp32",
-    *,
-    attention: str = "reference",
-    kernels: str = "reference",
-    checkpoint_every: int = 0,
-    grad: bool = False,
-    gpu: str = "h200-measured",
-) -> dict[str, float]:
+def predict_step(config: ModelConfig, setting: Setting, gpu: str = "h200-measured") -> dict[str, float]:
     """Flat keys: parameters.* (counts), flops.* (FLOP), memory.* (bytes), time.* (milliseconds), tokens_per_second.
 
-    mode forward | forward-backward | train-step; precision fp32 | tf32 | bf16-mixed | bf16-pure; `grad`: for mode
-    forward, whether autograd records. memory.peak is the steady step's, as torch.cuda.max_memory_allocated has it,
-    cuBLAS's workspace included. Raises UserError.
+    memory.peak is the steady step's, as torch.cuda.max_memory_allocated has it, cuBLAS's workspace included (as large
+    as the GPU's is). Raises UserError.
     """
-    device = gpu_named(gpu)
-    setting = Setting(
-        *(batch, context, mode, precision, attention, checkpoint_every, grad),
-        workspace_mib=device.cublas_workspace_mib,
-        kernels=kernels,
-    )
-    config = config.resolve()
-    step = trace(config, setting.checked(config))
-    table: dict[str, float] = {f"parameters.{key}": value for key, value in parameters(config).items()}
-    work = flops(config, batch, context, attention, checkpoint_every, kernels=kernels)
-    if mode == "forward":
+    config, device = config.resolve(), gpu_named(gpu)
+    setting = replace(setting, workspace_mib=device.cublas_workspace_mib).checked(config)
+    step = trace(config, setting)
+    work = flops(config, setting.batch, setting.context, setting.attention, setting.checkpoint_every, setting.kernels)
+    if setting.mode == "forward":
         work["backward"] = work["recompute"] = 0
         work["total"] = work["forward"]
         work["convention"] /= 3
-    table |= {f"flops.{key}": value for key, value in work.items()}
-    table |= {f"memory.{key}": value for key, value in memory(config, step).items()}
-    speed = throughput(config, step, device)
+    table: dict[str, float] = {}
+    for prefix, figures in (("parameters", parameters(config)), ("flops", work), ("memory", memory(config, step))):
+        table |= {f"{prefix}.{key}": value for key, value in figures.items()}
     outside = ("tokens_per_second", "mfu")
-    table |= {key if key in outside else f"time.{key}": value for key, value in speed.items()}
-    return table
+    speed = throughput(config, step, device)
+    return table | {key if key in outside else f"time.{key}": value for key, value in speed.items()}

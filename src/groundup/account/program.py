@@ -6,20 +6,15 @@ variable keeps a tensor alive. tests/account holds the two together, byte for by
 
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from groundup.account import fused, ops, products
 from groundup.account.params import parameter_shapes
-from groundup.account.tape import ITEMSIZE, DType, Kernel, Tape, Tensor
+from groundup.account.tape import ITEMSIZE, Kernel, Tape, Tensor
 from groundup.config import ModelConfig
 
-
-@dataclass(frozen=True)
-class How:
-    """memory.Setting's choices of how the model is computed."""
-
-    attention: str
-    kernels: str
-    checkpoint_every: int
+if TYPE_CHECKING:
+    from groundup.account.memory import Setting
 
 
 @dataclass
@@ -27,7 +22,7 @@ class Model:
     """Parameters and buffers of one model on the device."""
 
     config: ModelConfig
-    how: How
+    setting: "Setting"
     parameters: dict[str, Tensor]
     angles: list[Tensor]
     """cos and sin; empty without RoPE."""
@@ -40,28 +35,28 @@ class Model:
             p.grad = None
 
 
-def build(tape: Tape, config: ModelConfig, dtype: DType, how: How) -> Model:
+def build(tape: Tape, config: ModelConfig, setting: "Setting") -> Model:
     """The model's memory after construction."""
     parameters = {}
     for name, shape in parameter_shapes(config).items():
-        parameters[name] = tape.empty(shape, dtype, name, "parameters")
+        parameters[name] = tape.empty(shape, setting.weights, name, "parameters")
         parameters[name].requires_grad = True
     table = (config.context_length, config.d_head // 2)
     names = ("cos", "sin") if config.position == "rope" else ()
-    return Model(config, how, parameters, [tape.empty(table, "fp32", f"rope.{name}", "buffers") for name in names])
+    return Model(config, setting, parameters, [tape.empty(table, "fp32", f"rope.{name}", "buffers") for name in names])
 
 
 def forward(model: Model, ids: Tensor, targets: Tensor | None = None) -> Tensor:
     """Logits, or the loss when targets are given: TransformerLM.forward."""
     tape, seq = ids.tape, ids.shape[-1]
     mask = None
-    if model.how.attention == "reference":
+    if model.setting.attention == "reference":
         mask = ops.result("tril", (seq, seq), "bool", ops.result("ones", (seq, seq), "bool", ids))
     with tape.inside("token_embeddings"):
         x = ops.embedding(model["token_embeddings.weight"], ids)
         x = ops.cast(x, "bf16") if tape.autocast else x
     rotation = [ops.viewed(t, (seq, t.shape[1])) for t in model.angles]
-    layers, every = model.config.n_layers, model.how.checkpoint_every
+    layers, every = model.config.n_layers, model.setting.checkpoint_every
     for first in range(0, layers, every or 1):
         piece = range(first, min(first + (every or 1), layers))
         run = partial(_blocks, model, piece, mask, rotation)
@@ -94,7 +89,7 @@ def _norm(model: Model, name: str, x: Tensor) -> Tensor:
     if weight is None:
         return x
     with x.tape.inside(name.rpartition(".")[2]):
-        if model.how.kernels == "triton":
+        if model.setting.kernels == "triton":
             return fused.rms_norm(x, weight)
         wide = ops.at_least_float32(x)
         inverse_rms = ops.rsqrt(ops.scalar("add", ops.mean_last(ops.square(wide))))
@@ -108,7 +103,7 @@ def _feed_forward(model: Model, name: str, x: Tensor) -> Tensor:
 
 def _hidden(model: Model, name: str, x: Tensor) -> Tensor:
     gated, w1 = model.config.gated, model[f"{name}.w1.weight"]
-    if gated and model.how.kernels == "triton" and x.tape.records(x, w1):
+    if gated and model.setting.kernels == "triton" and x.tape.records(x, w1):
         return fused.swiglu(products.linear(x, ops.cat_rows([w1, model[f"{name}.w3.weight"]]), "w13"))
     up = products.linear(x, w1, "w1")
     if gated:
@@ -123,7 +118,7 @@ def _silu(x: Tensor) -> Tensor:
 def _attention(model: Model, name: str, x: Tensor, mask: Tensor | None, rotation: list[Tensor]) -> Tensor:
     config = model.config
     with x.tape.inside("attn"):
-        as_one = mask is None and model.how.kernels == "triton" and not config.qk_norm
+        as_one = mask is None and model.setting.kernels == "triton" and not config.qk_norm
         if as_one and config.d_head * (2 if x.tape.autocast else ITEMSIZE[x.dtype]) % 16 == 0:
             qkv = _joined(model, name, x)
             qkv = ops.view(qkv, (*x.shape[:2], config.n_heads + 2 * config.n_kv_heads, config.d_head))
@@ -131,7 +126,7 @@ def _attention(model: Model, name: str, x: Tensor, mask: Tensor | None, rotation
             return products.linear(together, model[f"{name}.output_proj.weight"], "output")
         q, k, v = _project(model, name, x, joined=mask is not None or as_one)
         q, k = _norm(model, f"{name}.q_norm", q), _norm(model, f"{name}.k_norm", k)
-        if rotation and model.how.kernels == "triton":
+        if rotation and model.setting.kernels == "triton":
             q, k = fused.rope(q, k)
         elif rotation:
             q, k = _rotate(q, *rotation), _rotate(k, *rotation)
@@ -204,7 +199,7 @@ def _softmax(x: Tensor) -> Tensor:
 def _head(model: Model, x: Tensor, targets: Tensor | None) -> Tensor:
     config = model.config
     weight = model["token_embeddings.weight" if config.tie_embeddings else "lm_head.weight"]
-    if targets is not None and model.how.kernels != "reference":
+    if targets is not None and model.setting.kernels != "reference":
         with x.tape.inside("loss"):
             return fused.linear_cross_entropy(x, weight)
     with x.tape.inside("lm_head"):
@@ -227,12 +222,15 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class AdamW:
-    """groundup.optim.AdamW on a GPU, over parameter_groups(): matrices, then gains, one launch a line each."""
+    """groundup.optim.AdamW over parameter_groups(): matrices, then gains."""
 
     PASSES = (("mul", 2), ("lerp", 3), ("mul", 2), ("addcmul", 3), ("sqrt", 2), ("div", 2), ("add", 2), ("addcdiv", 4))
-    """Each line of adamw_update_many and how many tensors a parameter it reads and writes."""
+    """Each line of adamw_update and how many tensors a parameter it reads and writes."""
+    KERNEL_PASSES = 7
+    """Weight, gradient and two moments in; weight and moments out."""
 
     def __init__(self, model: Model):
+        self.form = model.setting.optimizer
         self.groups = [
             [p for p in model.parameters.values() if len(p.shape) >= 2],
             [p for p in model.parameters.values() if len(p.shape) < 2],
@@ -240,18 +238,23 @@ class AdamW:
         self.state: list[Tensor] = []
 
     def step(self) -> None:
-        """The state at the first step; then the update, with a root of the second moment as large as the weights."""
+        """The state at the first step; then the update, without the kernel with a root of the second moment."""
         first = not self.state
-        for group in self.groups:
+        for group in filter(None, self.groups):
             tape = group[0].tape
             tape.scope = "optimizer"
             if first:
                 for p in group:
                     for name in ("exp_avg", "exp_avg_sq"):
                         self.state.append(tape.empty(p.shape, p.dtype, name, "optimizer"))
-            nbytes = sum(p.nbytes for p in group)
-            root = [tape.empty(p.shape, p.dtype, "root") for p in group]
-            for name, passes in self.PASSES:
-                tape.kernels.append(Kernel(f"foreach_{name}", tape.phase, tape.scope, passes * nbytes, even=True))
-            del root
+            for params in [[p] for p in group] if self.form == "tensors" else [group]:
+                self._update(tape, params)
             tape.scope = ""
+
+    def _update(self, tape: Tape, params: list[Tensor]) -> None:
+        nbytes = sum(p.nbytes for p in params)
+        lines = (("adamw", self.KERNEL_PASSES),) if self.form == "kernel" else self.PASSES
+        root = [] if self.form == "kernel" else [tape.empty(p.shape, p.dtype, "root") for p in params]
+        for name, passes in lines:
+            tape.kernels.append(Kernel(f"foreach_{name}", tape.phase, tape.scope, passes * nbytes, even=True))
+        del root

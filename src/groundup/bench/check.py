@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groundup.account import predict_step
+from groundup.account import Setting, predict_step
 from groundup.account.hardware import named_by_driver
 from groundup.bench.cells import Cell, Parameters
 from groundup.config import ModelConfig
@@ -58,7 +58,7 @@ def missed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _check_cell(cell: Cell, config: ModelConfig, hardware: str) -> list[dict[str, Any]]:
     parameters, metrics = cell["parameters"], cell["metrics"]
-    predicted = predictions(parameters, config, hardware or hardware_of(cell))
+    predicted = predictions(cell, config, hardware or hardware_of(cell))
     label = " ".join(str(parameters[name]) for name in ("size", "mode", "precision", "context_length"))
     if parameters["mode"] == "forward" and parameters["grad"] == "off":
         label += " no_grad"
@@ -105,21 +105,22 @@ def hardware_of(cell: Cell) -> str:
     return found.name if found else ""
 
 
-def predictions(parameters: Parameters, config: ModelConfig, hardware: str) -> dict[str, float]:
+def predictions(cell: Cell, config: ModelConfig, hardware: str) -> dict[str, float]:
     """The account's figures for a cell, under the metric names of `step`; no times where the device is unknown."""
-    precision = str(parameters["precision"])
-    found = predict_step(
-        config,
-        int(parameters["batch_size"]),
-        int(parameters["context_length"]),
-        str(parameters["mode"]),
-        "bf16-mixed" if precision == "bf16" else precision,
+    parameters = cell["parameters"]
+    setting = Setting(
+        parameters["batch_size"],
+        parameters["context_length"],
+        parameters["mode"],
+        "bf16-mixed" if parameters["precision"] == "bf16" else parameters["precision"],
         # Cells from before there was a choice were measured on the plain path.
-        attention="reference" if parameters.get("attention", "reference") == "reference" else "flash",
-        kernels=str(parameters.get("kernels", "reference")),
-        checkpoint_every=config.checkpoint_activations,
+        "reference" if parameters.get("attention", "reference") == "reference" else "flash",
+        config.checkpoint_activations,
         grad=parameters["grad"] == "on",
-        gpu=hardware or "h200-measured",  # memory does not depend on it, and times are dropped
+        kernels=parameters.get("kernels", "reference"),
+        optimizer=cell["environment"].get("optimizer", "lists"),
     )
+    # Memory does not depend on the device's rates, and times are dropped where there is none.
+    found = predict_step(config, setting, hardware or "h200-measured")
     found["flops.backward"] += found["flops.recompute"]  # the counter cannot tell them apart
     return {name: value for name, value in found.items() if hardware or not name.startswith("time.")}

@@ -22,6 +22,7 @@ from groundup.bench.precision import PRECISIONS, dtype_name, use_precision
 from groundup.bench.sweep import resolve_device
 from groundup.config import ModelConfig
 from groundup.config.model import Attention, Kernels
+from groundup.kernels.backend import runs_triton
 from groundup.model import TransformerLM, count_parameters
 from groundup.optim import AdamW, parameter_groups
 
@@ -141,6 +142,8 @@ def run(parameters: Parameters) -> Measurement:
         "grad_mode": "grad" if parameters["grad"] == "on" else "no_grad",
         "step": "steady" if parameters["warmup"] else "includes the first step",
     }
+    if subject.optimizer is not None:
+        stamp["optimizer"] = "kernel" if runs_triton(subject.ids) else "tensors"
     return Measurement(metrics, stamp | timing.stamp, memory_notes(device))
 
 
