@@ -17,7 +17,7 @@ from groundup.account.device import Costs, kernel_ms
 from groundup.account.hardware import GPUS
 from groundup.account.tape import Kernel
 from groundup.account.throughput import phase_times, throughput
-from groundup.cli.account import main
+from groundup.cli import dispatch
 from groundup.config import dump_toml, size
 from groundup.config.run import RunConfig
 from groundup.errors import UserError
@@ -33,7 +33,7 @@ COMMANDS = [
 
 
 def run(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(argv, "groundup account") == 0
+    assert dispatch(["account", *argv]) == 0
     return capsys.readouterr().out
 
 
@@ -108,7 +108,7 @@ def test_a_runs_configuration_file(tmp_path: Path, capsys: pytest.CaptureFixture
     path = tmp_path / "run.toml"
     path.write_text(dump_toml(RunConfig()))
     with pytest.raises(UserError, match="--vocab-size"):
-        main(["params", "--config", str(path)], "groundup account")
+        dispatch(["account", "params", "--config", str(path)])
     document = json.loads(run(["params", "--config", str(path), "--vocab-size", "300", "--json"], capsys))
     assert document["parameters.embeddings"] == 300 * 512
 
@@ -129,14 +129,14 @@ def test_a_runs_configuration_file(tmp_path: Path, capsys: pytest.CaptureFixture
 )
 def test_bad_input_is_one_line(argv: list[str], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        main(argv, "groundup account")
+        dispatch(["account", *argv])
 
 
 @pytest.mark.parametrize("command", ["params", "flops", "memory", "throughput"])
 def test_no_command_imports_torch(command: str) -> None:
     code = (
-        "import sys; from groundup.cli.account import main; "
-        f"main(['{command}', '--size', 'stories-17m', '--explain'], 'groundup account'); "
+        "import sys; from groundup.cli import main; "
+        f"main(['account', '{command}', '--size', 'stories-17m', '--explain']); "
         "assert not {'torch', 'jaxtyping', 'numpy'} & set(sys.modules), 'heavy import'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

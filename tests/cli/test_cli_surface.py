@@ -6,21 +6,19 @@ After a deliberate change: `python tests/cli/test_cli_surface.py` rewrites it.
 from importlib import import_module
 from pathlib import Path
 
-from groundup.cli import COMMANDS
+from groundup.cli import COMMANDS, commands
 from groundup.cli.parse import flags
 
 GOLDEN = Path(__file__).with_name("surface.txt")
 
 
 def surface() -> str:
-    """One line a command or flag, in the order of the help; `TableArgs` in a module is its word `table`."""
+    """One line a command or flag, in the order of the help, the benchmarks last."""
     lines = []
-    for command, (module, _) in COMMANDS.items():
-        for name, kind in vars(import_module(module)).items():
-            if not name.endswith("Args"):
-                continue
-            words = f"{command} {name.removesuffix('Args').lower()}".strip()
-            lines += [words, *(f"{words} {flag}" for flag in flags(kind))]
+    for command, (name, _) in (COMMANDS | commands("bench")).items():
+        module, second = import_module(name), command.split()[-1]
+        kind = module.args_of(second) if hasattr(module, "args_of") else module.Args
+        lines += [command, *(f"{command} {flag}" for flag in flags(kind))]
     return "\n".join(lines) + "\n"
 
 

@@ -2,8 +2,9 @@
 
 `groundup COMMAND …` finds the longest name in `COMMANDS` that the words begin with, imports that one module and
 calls its `main(argv, prog)`. The table is plain data, so `groundup --help` costs no import at all and a command
-that only tokenizes never pays for torch. Every failure that input, machine or disk can cause ends here as one
-line on standard error; anything else is a bug and keeps its traceback.
+that only tokenizes never pays for torch; only `groundup bench` looks further, since each benchmark is a file of its
+own. Every failure that input, machine or disk can cause ends here as one line on standard error; anything else is a
+bug and keeps its traceback.
 """
 
 import os
@@ -34,11 +35,21 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("groundup.cli.export", "write a run in Hugging Face's format"),
     "import": ("groundup.cli.import_", "make a run from a model in Hugging Face's format"),
     "plot": ("groundup.cli.plot", "draw the loss curves of one or more runs"),
-    "account": ("groundup.cli.account", "parameters, FLOPs, memory and time of a model, predicted"),
-    "bench": ("groundup.cli.bench", "benchmarks on one harness, their tables and comparisons"),
+    "account params": ("groundup.cli.account", "parameters by component"),
+    "account flops": ("groundup.cli.account", "every matrix product with its shape"),
+    "account memory": ("groundup.cli.account", "what stays, what autograd keeps, the peak of each phase"),
+    "account throughput": ("groundup.cli.account", "time of a step, tokens a second, days and cost"),
+    "bench table": ("groundup.cli.bench", "tables, plots and one JSON document from result files"),
+    "bench diff": ("groundup.cli.bench", "two results side by side: ratio, and whether it is beyond the spread"),
+    "bench check": ("groundup.cli.bench", "the account's predictions against measured steps"),
 }
-"""Command → (module with `main(argv, prog) -> int`, one line of help). A command may be two words."""
-GROUPS = {"tokenizer": "a vocabulary: train, info, compare, encode, decode, profile"}
+"""Command → (module with `main(argv, prog) -> int`, one line of help). A command may be two words. What `main` reads is
+the module's `Args`, or `args_of(second word)` where a module has several commands."""
+GROUPS = {
+    "tokenizer": "a vocabulary: train, info, compare, encode, decode, profile",
+    "account": "a model, predicted: params, flops, memory, throughput",
+    "bench": "benchmarks, and of their results table, diff, check",
+}
 """What the screen of all commands says of a group of two-word ones."""
 
 USAGE_ERROR = 2
@@ -58,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+            code = dispatch(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
     except SystemExit as stop:
@@ -81,18 +92,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(line)
 
 
-def _dispatch(argv: list[str]) -> int:
+def commands(first: str) -> dict[str, tuple[str, str]]:
+    """The table; for the word bench also the benchmarks that there are."""
+    if first != "bench":
+        return COMMANDS
+    from groundup.bench.benchmark import summaries
+
+    return {f"bench {name}": ("groundup.cli.bench", text) for name, text in summaries().items()} | COMMANDS
+
+
+def dispatch(argv: list[str]) -> int:
+    """Run one command; what goes wrong is raised."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_help(COMMANDS))
         return 0
     if argv[0] == "--version":
         print(f"groundup {__version__}")
         return 0
+    known = commands(argv[0])
     for words in (2, 1):
         name = " ".join(argv[:words])
-        if name in COMMANDS and len(argv) >= words:
-            return import_module(COMMANDS[name][0]).main(argv[words:], f"groundup {name}")
-    group = {name: row for name, row in COMMANDS.items() if name.startswith(argv[0] + " ")}
+        if name in known and len(argv) >= words:
+            return import_module(known[name][0]).main(argv[words:], f"groundup {name}")
+    group = {name: row for name, row in known.items() if name.startswith(argv[0] + " ")}
     if not group:
         firsts = {name.split()[0] for name in COMMANDS}
         raise UserError(f'no command "{argv[0]}"{nearest_name(argv[0], firsts)}; groundup --help lists them')
@@ -108,19 +130,15 @@ def _help(commands: dict[str, tuple[str, str]]) -> str:
     rows = {name: text for name, (_, text) in commands.items()}
     if len({name.split()[0] for name in commands}) > 1:
         rows = {name.split()[0]: GROUPS.get(name.split()[0], text) for name, text in rows.items()}
+    width = max(map(len, rows)) + 3
+    listing = "\n".join(f"  {name:<{width}}{text}" for name, text in rows.items())
     return (
         "groundup: language models from the ground up\n\n"
         "usage: groundup COMMAND [OPTIONS]\n\n"
-        f"{listing(rows)}\n\n"
+        f"{listing}\n\n"
         "groundup COMMAND --help   says what a command takes\n"
         "groundup --version        prints the version"
     )
-
-
-def listing(rows: dict[str, str]) -> str:
-    """Names and what is said of them, a row each."""
-    width = max(map(len, rows)) + 3
-    return "\n".join(f"  {name:<{width}}{text}" for name, text in rows.items())
 
 
 def _show_warning(

@@ -1,17 +1,15 @@
 """`groundup account …`: parameters, FLOPs, memory and time of a model, from its configuration alone."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import arg
 
-from groundup.cli import listing
 from groundup.cli.output import emit
 from groundup.cli.parse import parse
 from groundup.config import ModelConfig, RunConfig, load_toml, size
-from groundup.errors import UserError, nearest_name
+from groundup.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -78,22 +76,13 @@ class ThroughputArgs(MemoryArgs):
     """Number of GPUs; communication is not counted."""
 
 
-COMMANDS: dict[str, type[ParamsArgs]] = {
-    "params": ParamsArgs,
-    "flops": FlopsArgs,
-    "memory": MemoryArgs,
-    "throughput": ThroughputArgs,
-}
+def args_of(word: str) -> type[ParamsArgs]:
+    """What `account` with this word takes."""
+    return {"params": ParamsArgs, "flops": FlopsArgs, "memory": MemoryArgs, "throughput": ThroughputArgs}[word]
 
 
-def main(argv: Sequence[str], prog: str) -> int:
-    if not argv or argv[0] in ("-h", "--help"):
-        rows = listing({name: (kind.__doc__ or "").strip() for name, kind in COMMANDS.items()})
-        print(f"usage: {prog} COMMAND [OPTIONS]\n\nPredictions from the configuration alone.\n\n{rows}")
-        return 0
-    if argv[0] not in COMMANDS:
-        raise UserError(f'no command "account {argv[0]}"{nearest_name(argv[0], COMMANDS)}; {prog} --help lists them')
-    args = parse(COMMANDS[argv[0]], argv[1:], f"{prog} {argv[0]}")
+def main(argv: list[str], prog: str) -> int:
+    args = parse(args_of(prog.split()[-1]), argv, prog)
     report = _report(args)
     emit(report.document, report.text(args.explain), args.json)
     return 0

@@ -6,24 +6,17 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from groundup.cli import listing
 from groundup.cli.output import emit, note
 from groundup.cli.parse import parse
-from groundup.errors import UserError, nearest_name
+from groundup.errors import UserError
 from groundup.files import write_atomic
-
-TOOLS = {
-    "table": "tables, plots and one JSON document from result files",
-    "diff": "two results side by side: ratio, and whether it is beyond the spread",
-    "check": "the account's predictions against measured steps",
-}
 
 
 @dataclass(frozen=True)
 class TableArgs:
     """Tables, a plot or one JSON document from the results of sweeps."""
 
-    results: Annotated[tuple[Path, ...], Positional, arg(metavar="RESULTS...")]
+    results: Annotated[tuple[Path, ...], Positional, arg(metavar="RESULTS...", help_behavior_hint="")]
     """Result files, or directories of cells."""
     where: str = ""
     """Only cells with these parameters, e.g. compile=no,precision=fp32."""
@@ -53,7 +46,7 @@ class DiffArgs:
 class CheckArgs:
     """Hold the account's predictions against the results of `bench step`."""
 
-    results: Annotated[tuple[Path, ...], Positional, arg(metavar="RESULTS...")]
+    results: Annotated[tuple[Path, ...], Positional, arg(metavar="RESULTS...", help_behavior_hint="")]
     """Result files, or directories of cells."""
     strict: bool = False
     """Exit code 1 when a line misses its target."""
@@ -63,26 +56,23 @@ class CheckArgs:
     """File for the rows as JSON; without a path, standard output holds only that."""
 
 
+def args_of(word: str) -> type:
+    """What `bench` with this word takes."""
+    from groundup.bench.benchmark import find
+
+    tools = {"table": TableArgs, "diff": DiffArgs, "check": CheckArgs}
+    return tools[word] if word in tools else find(word).options
+
+
 def main(argv: list[str], prog: str) -> int:
     from groundup.bench.benchmark import find, summaries
 
-    known = summaries()
-    if not argv or argv[0] in ("-h", "--help"):
-        rows = listing(known | TOOLS)
-        print(f"usage: {prog} NAME [OPTIONS]\n\n{rows}\n\n{prog} NAME --help says what each takes")
-        return 0
-    name, rest, prog = argv[0], argv[1:], f"{prog} {argv[0]}"
-    if name == "table":
-        return _table(parse(TableArgs, rest, prog))
-    if name == "diff":
-        return _diff(parse(DiffArgs, rest, prog))
-    if name == "check":
-        return _check(parse(CheckArgs, rest, prog))
-    if name not in known:
-        raise UserError(f'no benchmark "{name}"{nearest_name(name, known | TOOLS)}; {prog.rsplit(" ", 1)[0]} --help')
-    benchmark = find(name)
-    about = f"{known[name]}.\n\nLists are separated by commas; every combination is one cell."
-    return _sweep(benchmark, parse(benchmark.options, rest, prog, about=about), rest)
+    name = prog.split()[-1]
+    tools = {"table": _table, "diff": _diff, "check": _check}
+    if name in tools:
+        return tools[name](parse(args_of(name), argv, prog))
+    about = f"{summaries()[name]}.\n\nLists are separated by commas; every combination is one cell."
+    return _sweep(find(name), parse(args_of(name), argv, prog, about=about), argv)
 
 
 def _sweep(benchmark: Any, options: Any, argv: list[str]) -> int:
@@ -135,7 +125,7 @@ def _table(args: TableArgs) -> int:
     from groundup.bench.plots import plot
     from groundup.bench.tables import table
 
-    cells = select(read_results(_given(args.results)), args.where)
+    cells = select(read_results(args.results), args.where)
     names = list(dict.fromkeys(cell["benchmark"] for cell in cells))
     if len(names) > 1 and args.plot:
         raise UserError(f"the results hold {', '.join(names)}; --plot takes those of one benchmark")
@@ -162,15 +152,9 @@ def _check(args: CheckArgs) -> int:
     from groundup.bench.suites.step import model_config
     from groundup.bench.tables import check_table
 
-    cells = [cell for cell in read_results(_given(args.results)) if cell["benchmark"] == "step"]
+    cells = [cell for cell in read_results(args.results) if cell["benchmark"] == "step"]
     if not cells:
         raise UserError("the results hold no cell of bench step; predictions exist for that benchmark")
     rows = check_steps(cells, model_config, args.hardware)
     emit({"check": rows}, check_table(rows), args.json)
     return 1 if args.strict and missed(rows) else 0
-
-
-def _given(results: tuple[Path, ...]) -> tuple[Path, ...]:
-    if not results:
-        raise UserError("missing: RESULTS..., at least one result file or directory")
-    return results

@@ -10,8 +10,9 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import MISSING, fields
 from itertools import dropwhile, takewhile
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -35,11 +36,24 @@ def parse(kind: type[T], argv: Sequence[str], prog: str, default: T | None = Non
     base = tyro.MISSING_NONPROP if default is None else default
     try:
         with redirect_stderr(drawn):
-            return tyro.cli(kind, args=argv, prog=prog, description=about, default=base, registry=_REGISTRY)
+            args = tyro.cli(kind, args=argv, prog=prog, description=about, default=base, registry=_REGISTRY)
     except SystemExit as stop:
         if not stop.code:
             raise
+    else:
+        if missing := _empty(args):
+            raise UserError(f"missing: {missing}; see {prog} --help")
+        return args
     raise UserError(f"{_unknown_flag(kind, argv) or _one_line(drawn.getvalue())}; see {prog} --help")
+
+
+def _empty(args: Any) -> str:
+    """Name of a list that needs at least one word and has none: to tyro no words are a list as well."""
+    for field in fields(args):
+        if getattr(args, field.name) == () and field.default is MISSING and field.default_factory is MISSING:
+            hint = get_type_hints(type(args), include_extras=True)[field.name]
+            return next(part.metavar for part in hint.__metadata__ if getattr(part, "metavar", None))
+    return ""
 
 
 @_REGISTRY.primitive_rule

@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from groundup.cli.parse import parse
-from groundup.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +23,6 @@ class Args:
 
 def main(argv: list[str], prog: str) -> int:
     args = parse(Args, argv, prog)
-    if not args.runs:
-        raise UserError(f"missing: RUN..., at least one run directory; see {prog} --help")
     from groundup.report import plot_runs
 
     out = args.out or args.runs[0] / "loss.png"

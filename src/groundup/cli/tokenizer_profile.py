@@ -33,8 +33,6 @@ class Args:
 
 def main(argv: list[str], prog: str) -> int:
     args = parse(Args, argv, prog)
-    if not args.inputs:
-        raise UserError(f"missing: FILES..., at least one text file or folder; see {prog} --help")
     if args.top < 1:
         raise UserError(f"--top is {args.top}; it must be at least 1")
     from tabulate import tabulate

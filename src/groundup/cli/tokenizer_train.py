@@ -57,8 +57,6 @@ def parse_bytes(text: str, name: str) -> int:
 
 def main(argv: list[str], prog: str) -> int:
     args = parse(Args, argv, prog)
-    if not args.inputs:
-        raise UserError(f"missing: FILES..., at least one text file or folder; see {prog} --help")
     for token in args.special_token:
         check_utf8(token, "--special-token")
     check_replaceable(args.out, FILES, "tokenizer train")
