@@ -30,7 +30,10 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class WindowSampler:
-    """Batches of a token file of `n_tokens` tokens. Raises UserError when it does not hold one window."""
+    """Batches of a token file of `n_tokens` tokens. Raises UserError when it does not hold one window.
+
+    The rest comes from a resolved configuration: order is legal, the batch is positive and divides over the ranks.
+    """
 
     n_tokens: int
     context_length: int
@@ -43,18 +46,10 @@ class WindowSampler:
 
     def __post_init__(self) -> None:
         check_window(self.n_tokens, self.context_length)
-        if self.global_batch_size < 1:
-            raise UserError(f"the global batch size is {self.global_batch_size}; it must be at least 1")
-        if self.order not in ("shuffled", "random"):
-            raise UserError(f'data.order is "{self.order}"; it must be "shuffled" or "random"')
 
     @property
     def windows_per_epoch(self) -> int:
         return (self.n_tokens - 1) // self.context_length
-
-    def epoch(self, step: int) -> int:
-        """The epoch of the step's first window, from 0."""
-        return step * self.global_batch_size // self.windows_per_epoch
 
     def starts(self, step: int) -> np.ndarray:
         """The first token of each window of the step's global batch: int64 (global_batch_size,)."""
@@ -81,13 +76,6 @@ class WindowSampler:
         """
         if len(tokens) != self.n_tokens:
             raise ValueError(f"the sampler is for {self.n_tokens} tokens, the array holds {len(tokens)}")
-        if self.global_batch_size % world_size:
-            raise UserError(
-                f"the global batch size {self.global_batch_size} is not divisible by the world size {world_size}; "
-                f"the nearest legal one above: {-(-self.global_batch_size // world_size) * world_size}"
-            )
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} is not in 0 … {world_size - 1}")
         rows = self.global_batch_size // world_size
         starts = self._starts(step, rank * rows, (rank + 1) * rows)
         windows = gather(tokens, starts, self.context_length + 1, self.vocab_size)
