@@ -14,7 +14,7 @@ from groundup.bench.plots import plot, series
 from groundup.bench.slurm import slurm_script, without_flag
 from groundup.bench.suites.step import model_config
 from groundup.bench.tables import check_table, table
-from groundup.cli.bench import main
+from groundup.cli import dispatch
 from groundup.errors import UserError
 
 
@@ -152,7 +152,7 @@ def test_a_slurm_script_is_a_shell_script():
 
 
 def run(capsys, *argv):
-    code = main(list(argv), "groundup bench")
+    code = dispatch(["bench", *argv])
     return code, capsys.readouterr()
 
 
@@ -217,7 +217,7 @@ def test_help_lists_everything(capsys):
     code, streams = run(capsys)
     assert code == 0
     for name in ("step", "attention", "norm", "optimizer", "mixed-precision", "diff", "table", "check"):
-        assert f"\n  {name} " in streams.out
+        assert f"\n  bench {name} " in streams.out
 
 
 @pytest.mark.parametrize(
@@ -237,6 +237,6 @@ def test_help_lists_everything(capsys):
 def test_wrong_commands_are_one_line(argv, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as error:
-        main(argv, "groundup bench")
+        dispatch(["bench", *argv])
     assert words in str(error.value)
     assert "\n" not in str(error.value)

@@ -14,7 +14,7 @@ from groundup.bench.benchmark import find
 from groundup.bench.cells import document, file_name, read_cell, read_results, select, write_cell
 from groundup.bench.sweep import sweep
 from groundup.bench.worker import is_out_of_memory, measure
-from groundup.cli.bench import main
+from groundup.cli import dispatch
 from groundup.errors import UserError
 
 FAKE = '''
@@ -23,7 +23,7 @@ import os, time
 import torch
 from groundup.bench.benchmark import Benchmark, Measurement, SweepOptions
 
-def run(parameters):
+def run(parameters, device):
     match parameters["what"]:
         case "oom":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 EiB")
@@ -44,7 +44,7 @@ BENCHMARK = Benchmark(
     ],
     run=run,
     group=lambda parameters: "one",
-    columns=(),
+    columns={},
 )
 '''
 
@@ -127,7 +127,7 @@ def test_only_rank_zero_keeps_cells(tmp_path, monkeypatch, capsys):
     cells, _ = sweep(benchmark, options, lambda *_: pytest.fail("rank 1 speaks"))
     assert (len(cells), list(tmp_path.iterdir())) == (1, [])
     argv = ["mixed-precision", "--device", "cpu", "--part", "accumulation", "--out", str(tmp_path / "cells")]
-    assert main([*argv, "--json", str(tmp_path / "all.json")], "groundup bench") == 0
+    assert dispatch(["bench", *argv, "--json", str(tmp_path / "all.json")]) == 0
     assert (capsys.readouterr().out, list(tmp_path.iterdir())) == ("", [])
     monkeypatch.setenv("RANK", "0")
     sweep(benchmark, options)
@@ -164,7 +164,7 @@ def test_names_differ_where_parameters_do():
 
 
 def test_an_exception_is_a_cell_with_its_last_line():
-    def run(parameters):
+    def run(parameters, device):
         raise ValueError("a wrong value\nand more")
 
     cell = measure(replace(find("norm"), run=run), {"device": "cpu"})

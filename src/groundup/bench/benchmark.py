@@ -6,11 +6,13 @@ the first line of its docstring the help.
 """
 
 import ast
+import json
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,17 +55,9 @@ class Measurement:
     metrics: Mapping[str, Any]
     """Flat names → a number, a string, None (not measured: `notes` says why) or a summary of harness.summary."""
     stamp: Mapping[str, Any] = field(default_factory=dict)
-    """What the environment's stamp cannot know by itself: dtype, grad_mode, method, step, clocks."""
+    """What the environment's stamp cannot know by itself: dtype, method, clocks; grad_mode where it is not "grad", step
+    where it is not "steady"."""
     notes: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column of the table: `kind` says how the metric is written."""
-
-    title: str
-    metric: str
-    kind: Literal["ms", "GiB", "GB/s", "4 decimals", "plain"] = "plain"
 
 
 @dataclass(frozen=True)
@@ -75,9 +69,10 @@ class Benchmark:
     options: type[SweepOptions]
     cells: Callable[[Any], list[Parameters]]
     """Options → the parameters of every cell, most important first. Raises UserError for impossible options."""
-    run: Callable[[Parameters], Measurement]
-    """Measures one cell, in a worker process."""
-    columns: tuple[Column, ...]
+    run: Callable[[Parameters, Any], Measurement]
+    """Measures one cell on a torch.device, in a worker process, where TF32 is off."""
+    columns: Mapping[str, str]
+    """Of the table: heading → metric, whose first word says how it is written."""
     hidden: tuple[str, ...] = ()
     """Parameters that the table leaves out even where they vary."""
     plot_x: str = ""
@@ -116,6 +111,16 @@ def summaries() -> dict[str, str]:
     return found
 
 
+def grid(last: Parameters, **axes: Iterable[Any]) -> list[Parameters]:
+    """Every combination of the axes' values, the first axis outermost; `last` is at each one's end."""
+    return [dict(zip(axes, values, strict=True)) | last for values in product(*axes.values())]
+
+
+def without_repeats(cells: Iterable[Parameters]) -> list[Parameters]:
+    """Each cell once, where it came first: for an axis that means nothing beside some values of another one."""
+    return list({json.dumps(cell): cell for cell in cells}.values())
+
+
 def words(text: str, flag: str, legal: tuple[str, ...]) -> list[str]:
     """A comma-separated list of legal words, e.g. "fp32,bf16". Raises UserError naming the flag."""
     found = [word.strip() for word in text.split(",") if word.strip()]
@@ -123,6 +128,11 @@ def words(text: str, flag: str, legal: tuple[str, ...]) -> list[str]:
         if word not in legal:
             raise UserError(f'{flag}: no "{word}"{nearest_name(word, legal)}')
     return _filled(found, flag)
+
+
+def yes_no(text: str, flag: str) -> list[bool]:
+    """A comma-separated list of yes and no. Raises UserError naming the flag."""
+    return [word == "yes" for word in words(text, flag, ("yes", "no"))]
 
 
 def numbers(text: str, flag: str, least: int = 1) -> list[int]:

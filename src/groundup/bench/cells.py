@@ -19,7 +19,8 @@ SCHEMA = 1
 UNITS = {"time": "ms", "memory": "bytes", "bandwidth": "GB/s", "flops": "FLOP", "parameters": "count"}
 """Unit by a metric's first word. GB are 1e9 bytes; a multiply-add counts as two FLOP."""
 
-Parameters = dict[str, str | int | float | bool]
+Parameters = dict[str, Any]
+"""Name → a string, number or bool."""
 Cell = dict[str, Any]
 
 

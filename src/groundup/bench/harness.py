@@ -41,6 +41,11 @@ class Timing:
     """What the GPU's clocks were while it worked on the last step."""
 
     @property
+    def metrics(self) -> dict[str, Any]:
+        """time.PHASE → summary."""
+        return {f"time.{name}": summary(samples) for name, samples in self.phases.items()}
+
+    @property
     def stamp(self) -> dict[str, Any]:
         """What a cell says of how its times came about."""
         return {"method": self.method, "clocks": self.clocks}
@@ -125,9 +130,9 @@ def allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def memory_notes(device: torch.device) -> dict[str, str]:
-    """Why a cell has no memory figures, where it has none."""
-    return {} if device.type == "cuda" else {"memory": "the allocator is not measured on the CPU: null"}
+def peak_above(start: int, device: torch.device) -> int | None:
+    """Bytes of the allocator's peak above `start`; None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) - start if device.type == "cuda" else None
 
 
 def buffer_sets(bytes_per_set: int, device: torch.device) -> int:

@@ -341,16 +341,15 @@ def in_ranks(parameters: Parameters, work: Callable[..., Metrics]) -> Metrics:
     """
     if this_world().size > 1:
         return _rank(parameters, work)
-    return spawn(_rank, int(parameters["processes"]), parameters, work)[0]
+    return spawn(_rank, parameters["processes"], parameters, work)[0]
 
 
 def _rank(parameters: Parameters, work: Callable[..., Metrics]) -> Metrics:
     """Cells of one process share its connection. After a failed cell the ranks' new processes meet under a new name."""
     world = this_world()
-    device = local_device(str(parameters["device"]), world)
+    device = local_device(parameters["device"], world)
     if not dist.is_initialized():
         connect(world, device, name=file_name("", parameters))
-    torch.set_float32_matmul_precision("highest")
     return work(device=device)
 
 

@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""For benchmarks in which all tensors have one type."""
 PRECISIONS = ("fp32", "tf32", "bf16")
 
 
@@ -18,6 +20,11 @@ def use_precision(name: str, device: torch.device) -> AbstractContextManager:
     if name == "bf16":
         return torch.autocast(device.type, dtype=torch.bfloat16)
     return nullcontext()
+
+
+def tensor_name(dtype: torch.dtype) -> str:
+    """How a stamp describes a type: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def dtype_name(name: str) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from groundup.bench.benchmark import Benchmark, Column
+from groundup.bench.benchmark import Benchmark
 from groundup.bench.cells import Cell, written
 
 _FORMATS = {"markdown": "pipe", "latex": "latex_booktabs", "plain": "simple"}
@@ -19,15 +19,16 @@ def table(benchmark: Benchmark, cells: Sequence[Cell], form: str = "markdown") -
 
     A cell that was not measured shows its status in its first metric column. `form`: markdown, latex or plain.
     """
-    shown = [c for c in benchmark.columns if any(cell["metrics"].get(c.metric) is not None for cell in cells)]
+    columns = benchmark.columns.items()
+    shown = {title: m for title, m in columns if any(cell["metrics"].get(m) is not None for cell in cells)}
     varying = varying_parameters(benchmark, cells)
     rows = []
     for cell in cells:
-        values = [_number(cell["metrics"].get(column.metric), column) for column in shown]
+        values = [_number(metric, cell["metrics"].get(metric)) for metric in shown.values()]
         if cell["status"] != "ok":
             values = [_WRITTEN[cell["status"]], *[""] * (len(shown) - 1)] if shown else []
         rows.append([written(cell["parameters"].get(name)) for name in varying] + values)
-    titles = [name.replace("_", " ") for name in varying] + [column.title for column in shown]
+    titles = [name.replace("_", " ") for name in varying] + [*shown]
     # Numbers are already written as they should be; tabulate would round them again.
     text = tabulate(rows, headers=titles, tablefmt=_FORMATS[form], disable_numparse=True)
     lines = [text, "", *_below(benchmark, cells)]
@@ -42,7 +43,7 @@ def progress_line(benchmark: Benchmark, cell: Cell) -> str:
     asked = " ".join(written(value) for name, value in cell["parameters"].items() if name not in hidden)
     if cell["status"] != "ok":
         return f"{asked}: {_WRITTEN[cell['status']]} ({cell['message'][:150]})"
-    values = [(c.title, _number(cell["metrics"].get(c.metric), c)) for c in benchmark.columns]
+    values = [(title, _number(metric, cell["metrics"].get(metric))) for title, metric in benchmark.columns.items()]
     return f"{asked}: " + ", ".join(f"{title} {value}" for title, value in values if value)
 
 
@@ -66,20 +67,22 @@ def _below(benchmark: Benchmark, cells: Sequence[Cell]) -> list[str]:
         if values:
             stamps.append(f"{name.replace('_', ' ')} {' | '.join(sorted(values))}")
     lines = [f"All rows: {', '.join(fixed)}.", f"Measured with: {'; '.join(stamps)}."]
-    if any(column.kind == "ms" for column in benchmark.columns):
+    if any(metric.startswith("time.") for metric in benchmark.columns.values()):
         lines.append("Times: mean ± standard deviation of the timed steps. GiB = 2^30 bytes, GB = 1e9 bytes.")
     failures = {f"{_WRITTEN[c['status']]}: {c['message']}" for c in cells if c["status"] in ("error", "timeout")}
     return lines + sorted(failures)
 
 
-def _number(value: Any, column: Column) -> str:
+def _number(metric: str, value: Any) -> str:
+    """As the metric's first word asks for."""
     if value is None:
         return ""
     if isinstance(value, dict):
         return f"{_digits(value['mean'])} ± {_digits(value['std'])}"
-    if column.kind == "4 decimals":
+    kind = metric.split(".")[0]
+    if kind == "sum":
         return f"{value:.4f}"
-    if column.kind == "GiB":
+    if kind == "memory":
         return f"{value / 2**30:.2f}"
     if isinstance(value, int):
         return f"{value:,}"

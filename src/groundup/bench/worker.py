@@ -53,19 +53,23 @@ def _end_with_parent(parent: int) -> None:
 
 def measure(benchmark: Benchmark, parameters: Parameters, stamp: dict[str, Any] | None = None) -> Cell:
     """One cell, whatever happens to it; `stamp` joins the environment."""
-    device = torch.device(str(parameters["device"]))
+    device = torch.device(parameters["device"])
     clear(device)
-    torch.manual_seed(int(parameters.get("seed", 0)))
+    torch.manual_seed(parameters.get("seed", 0))
+    torch.set_float32_matmul_precision("highest")
     common = (stamp or {}) | {"seed": parameters.get("seed", 0)}
     try:
-        result = benchmark.run(parameters)
+        result = benchmark.run(parameters, device)
     except Exception as error:
         traceback.print_exc()
         last = traceback.format_exception_only(error)[-1].strip().split("\n")[0]
         status = "oom" if is_out_of_memory(error) else "error"
         return make_cell(benchmark.name, parameters, status, last, environment=environment(device) | common)
-    seen = environment(device) | common | dict(result.stamp)
-    return make_cell(benchmark.name, parameters, "ok", "", result.metrics, result.notes, seen)
+    seen = environment(device) | common | {"grad_mode": "grad", "step": "steady"} | dict(result.stamp)
+    notes = dict(result.notes)
+    if any(name.startswith("memory.") and value is None for name, value in result.metrics.items()):
+        notes["memory"] = "the allocator is not measured on the CPU: null"
+    return make_cell(benchmark.name, parameters, "ok", "", result.metrics, notes, seen)
 
 
 def is_out_of_memory(error: Exception) -> bool:

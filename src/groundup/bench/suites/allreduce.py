@@ -12,7 +12,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, numbers, words
+from groundup.bench.benchmark import Benchmark, Measurement, SweepOptions, grid, numbers, words
 from groundup.bench.cells import Parameters
 from groundup.bench.parallel import Metrics, in_ranks, measure_all_reduce, ranks_of
 from groundup.bench.sweep import repetitions
@@ -39,26 +39,17 @@ class Options(SweepOptions):
 def cells(options: Options) -> list[Parameters]:
     """Every combination; the back-end and the number of processes are the outer loops."""
     last = repetitions(options, least_warmup=0)
-    device = str(last["device"])
+    device = last["device"]
     backends = words(options.backend, "--backend", BACKENDS) if options.backend else list(BACKENDS)
     if device == "cpu":
         if options.backend and backends != ["gloo-cpu"]:
             raise UserError(f"--backend {options.backend} needs GPUs; on a CPU there is gloo-cpu")
         backends = ["gloo-cpu"]
-    return [
-        {
-            "backend": backend,
-            "processes": processes,
-            "kib": kib,
-            **last,
-        }
-        for backend in backends
-        for processes in ranks_of(options.processes, device)
-        for kib in numbers(options.kib, "--kib")
-    ]
+    processes = ranks_of(options.processes, device)
+    return grid(last, backend=backends, processes=processes, kib=numbers(options.kib, "--kib"))
 
 
-def run(parameters: Parameters) -> Measurement:
+def run(parameters: Parameters, device: torch.device) -> Measurement:
     """One size, in processes of its own."""
     metrics = in_ranks(parameters, partial(measure, parameters))
     stamp = {"dtype": "float32", "grad_mode": "no_grad", "method": "perf_counter after a barrier, slowest rank"}
@@ -67,17 +58,11 @@ def run(parameters: Parameters) -> Measurement:
 
 def measure(parameters: Parameters, device: torch.device) -> Metrics:
     """On each rank. The ranks are connected once for all cells; a cell through Gloo has a group of its own for it."""
-    backend = str(parameters["backend"])
+    backend = parameters["backend"]
     group = None if backend == "nccl" else dist.new_group(backend="gloo")
-    return measure_all_reduce(
-        int(parameters["kib"]) * KIB,
-        torch.device("cpu") if backend == "gloo-cpu" else device,
-        torch.float32,
-        int(parameters["warmup"]),
-        int(parameters["steps"]),
-        int(parameters["seed"]),
-        group,
-    )
+    on = torch.device("cpu") if backend == "gloo-cpu" else device
+    counts = (parameters["warmup"], parameters["steps"], parameters["seed"])
+    return measure_all_reduce(parameters["kib"] * KIB, on, torch.float32, *counts, group)
 
 
 BENCHMARK = Benchmark(
@@ -85,11 +70,11 @@ BENCHMARK = Benchmark(
     options=Options,
     cells=cells,
     run=run,
-    columns=(
-        Column("all-reduce, ms", "time.all_reduce", "ms"),
-        Column("bus GB/s", "bandwidth.bus", "GB/s"),
-        Column("GB/s", "bandwidth.algorithm", "GB/s"),
-    ),
+    columns={
+        "all-reduce, ms": "time.all_reduce",
+        "bus GB/s": "bandwidth.bus",
+        "GB/s": "bandwidth.algorithm",
+    },
     plot_x="kib",
     plot_y="bandwidth.bus",
 )

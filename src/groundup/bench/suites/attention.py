@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, numbers, words
+from groundup.bench.benchmark import Benchmark, Measurement, SweepOptions, grid, numbers, words, yes_no
 from groundup.bench.cells import Parameters
-from groundup.bench.harness import allocated, memory_notes, summary, time_steps
+from groundup.bench.harness import allocated, peak_above, time_steps
+from groundup.bench.precision import DTYPES, tensor_name
 from groundup.bench.sweep import repetitions
 from groundup.kernels import attention as kernel_attention
 from groundup.model.attention import causal_mask, scaled_dot_product_attention
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 KERNELS = ("flash-torch", "flash-triton", "flash-hopper")
 SDPA = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION}
 IMPLEMENTATIONS = ("eager", "compiled", *KERNELS, *SDPA, "flex")
@@ -55,36 +55,23 @@ class Options(SweepOptions):
 
 def cells(options: Options) -> list[Parameters]:
     """Every combination, long sequences last within an implementation."""
-    last = repetitions(options)
-    return [
-        {
-            "implementation": implementation,
-            "precision": precision,
-            "causal": causal == "yes",
-            "deterministic": deterministic == "yes",
-            "batch_size": batch,
-            "heads": heads,
-            "d": d,
-            "context_length": context,
-            **last,
-        }
-        for implementation in words(options.implementation, "--implementation", IMPLEMENTATIONS)
-        for precision in words(options.precision, "--precision", tuple(DTYPES))
-        for causal in words(options.causal, "--causal", ("no", "yes"))
-        for deterministic in words(options.deterministic, "--deterministic", ("yes", "no"))
-        for batch in numbers(options.batch, "--batch")
-        for heads in numbers(options.heads, "--heads")
-        for context in numbers(options.context, "--context")
-        for d in numbers(options.d, "--d")
-    ]
+    return grid(
+        repetitions(options),
+        implementation=words(options.implementation, "--implementation", IMPLEMENTATIONS),
+        precision=words(options.precision, "--precision", tuple(DTYPES)),
+        causal=yes_no(options.causal, "--causal"),
+        deterministic=yes_no(options.deterministic, "--deterministic"),
+        batch_size=numbers(options.batch, "--batch"),
+        heads=numbers(options.heads, "--heads"),
+        context_length=numbers(options.context, "--context"),
+        d=numbers(options.d, "--d"),
+    )
 
 
-def run(parameters: Parameters) -> Measurement:
+def run(parameters: Parameters, device: torch.device) -> Measurement:
     """Forward and backward time of one cell, and what is held between them."""
-    device = torch.device(str(parameters["device"]))
-    torch.set_float32_matmul_precision("highest")
-    shape = tuple(int(parameters[name]) for name in ("batch_size", "heads", "context_length", "d"))
-    dtype = DTYPES[str(parameters["precision"])]
+    shape = [parameters[name] for name in ("batch_size", "heads", "context_length", "d")]
+    dtype = DTYPES[parameters["precision"]]
     start = allocated(device)
     q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     gradient = torch.randn(shape, device=device, dtype=dtype)
@@ -98,21 +85,18 @@ def run(parameters: Parameters) -> Measurement:
         torch.autograd.grad(out, (q, k, v), gradient)
         mark("backward")
 
-    timing = time_steps(step, int(parameters["warmup"]), int(parameters["steps"]), device)
-    metrics: dict[str, Any] = {f"time.{name}": summary(samples) for name, samples in timing.phases.items()}
-    on_cuda = device.type == "cuda"
-    metrics["memory.before_backward"] = before_backward[-1] if on_cuda else None
-    metrics["memory.peak"] = torch.cuda.max_memory_allocated(device) - start if on_cuda else None
-    stamp = {"dtype": str(dtype).removeprefix("torch."), "grad_mode": "grad", "step": "steady"}
-    return Measurement(metrics, stamp | timing.stamp, memory_notes(device))
+    timing = time_steps(step, parameters["warmup"], parameters["steps"], device)
+    metrics = timing.metrics | {"memory.peak": peak_above(start, device)}
+    metrics["memory.before_backward"] = before_backward[-1] if device.type == "cuda" else None
+    return Measurement(metrics, {"dtype": tensor_name(dtype)} | timing.stamp)
 
 
 def implementation(parameters: Parameters, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """What a cell measures, as a function of q, k and v, each (batch, heads, N, d)."""
-    name, causal, n = str(parameters["implementation"]), bool(parameters["causal"]), int(parameters["context_length"])
+    name, causal, n = parameters["implementation"], parameters["causal"], parameters["context_length"]
     if name in KERNELS:
         return partial(
-            kernel_attention, causal=causal, backend=name, deterministic=bool(parameters.get("deterministic", True))
+            kernel_attention, causal=causal, backend=name, deterministic=parameters.get("deterministic", True)
         )
     if name in SDPA:
 
@@ -140,13 +124,13 @@ BENCHMARK = Benchmark(
     cells=cells,
     run=run,
     group=lambda parameters: (parameters["implementation"], parameters["precision"]),
-    columns=(
-        Column("forward, ms", "time.forward", "ms"),
-        Column("backward, ms", "time.backward", "ms"),
-        Column("both, ms", "time.total", "ms"),
-        Column("before backward, GiB", "memory.before_backward", "GiB"),
-        Column("peak, GiB", "memory.peak", "GiB"),
-    ),
+    columns={
+        "forward, ms": "time.forward",
+        "backward, ms": "time.backward",
+        "both, ms": "time.total",
+        "before backward, GiB": "memory.before_backward",
+        "peak, GiB": "memory.peak",
+    },
     plot_x="context_length",
     plot_y="time.forward",
 )

@@ -11,9 +11,8 @@ from functools import partial
 
 import torch
 
-from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, numbers, words
+from groundup.bench.benchmark import Benchmark, Measurement, SweepOptions, grid, numbers, without_repeats, words
 from groundup.bench.cells import Parameters
-from groundup.bench.harness import memory_notes
 from groundup.bench.parallel import ENGINES, Setting, at_context, in_ranks, measure_step, ranks_of
 from groundup.bench.precision import dtype_name
 from groundup.bench.sweep import repetitions
@@ -56,51 +55,40 @@ class Options(StepOptions):
 def cells(options: Options) -> list[Parameters]:
     """Every combination; the model and the number of processes are the outer loops."""
     last = repetitions(options)
-    return [
-        {
-            "size": name,
-            "processes": processes,
-            "precision": precision,
-            "compile": compiled,
-            "batch_size": batch,
-            "context_length": context,
-            "engine": engine,
-            "bucket_mb": bucket,
-            **last,
-        }
-        for name in words(options.size, "--size", tuple(SIZES))
-        for processes in ranks_of(options.processes, str(last["device"]), last=True)
-        for precision in words(options.precision, "--precision", ("fp32", "bf16"))
-        for compiled in words(options.compile, "--compile", ("no", "blocks"))
-        for batch in numbers(options.batch, "--batch")
-        for context in numbers(options.context, "--context")
-        for engine in words(options.engine, "--engine", ENGINES)
-        for bucket in (numbers(options.bucket_mb, "--bucket-mb") if engine in BUCKETS else [0])
-    ]
+    found = grid(
+        last,
+        size=words(options.size, "--size", tuple(SIZES)),
+        processes=ranks_of(options.processes, last["device"], last=True),
+        precision=words(options.precision, "--precision", ("fp32", "bf16")),
+        compile=words(options.compile, "--compile", ("no", "blocks")),
+        batch_size=numbers(options.batch, "--batch"),
+        context_length=numbers(options.context, "--context"),
+        engine=words(options.engine, "--engine", ENGINES),
+        bucket_mb=numbers(options.bucket_mb, "--bucket-mb"),
+    )
+    return without_repeats(cell if cell["engine"] in BUCKETS else cell | {"bucket_mb": 0} for cell in found)
 
 
 def setting_of(parameters: Parameters) -> Setting:
     """What a cell's parameters ask for."""
     return Setting(
-        at_context(size(str(parameters["size"])), int(parameters["context_length"])),
-        str(parameters["engine"]),
-        float(parameters["bucket_mb"]) or 50.0,
-        int(parameters["batch_size"]),
-        str(parameters["precision"]),
+        at_context(size(parameters["size"]), parameters["context_length"]),
+        parameters["engine"],
+        parameters["bucket_mb"] or 50.0,
+        parameters["batch_size"],
+        parameters["precision"],
         compile=parameters["compile"] == "blocks",
-        warmup=int(parameters["warmup"]),
-        steps=int(parameters["steps"]),
-        seed=int(parameters["seed"]),
+        warmup=parameters["warmup"],
+        steps=parameters["steps"],
+        seed=parameters["seed"],
     )
 
 
-def run(parameters: Parameters) -> Measurement:
+def run(parameters: Parameters, device: torch.device) -> Measurement:
     """One engine, in processes of its own."""
-    device = torch.device(str(parameters["device"]))
     metrics = in_ranks(parameters, partial(measure_step, setting_of(parameters)))
-    stamp = {"dtype": dtype_name(str(parameters["precision"])), "grad_mode": "grad", "step": "steady"}
-    stamp["method"] = "steps back to back; communication from a trace of two steps"
-    return Measurement(metrics, stamp, memory_notes(device))
+    method = "steps back to back; communication from a trace of two steps"
+    return Measurement(metrics, {"dtype": dtype_name(parameters["precision"]), "method": method})
 
 
 BENCHMARK = Benchmark(
@@ -108,15 +96,15 @@ BENCHMARK = Benchmark(
     options=Options,
     cells=cells,
     run=run,
-    columns=(
-        Column("step, ms", "time.step", "ms"),
-        Column("communication, ms", "time.communication"),
-        Column("exposed, ms", "time.exposed"),
-        Column("exposed share", "exposed_share", "4 decimals"),
-        Column("idle, ms", "time.idle"),
-        Column("peak, GiB", "memory.peak", "GiB"),
-        Column("tokens/s", "tokens_per_second"),
-    ),
+    columns={
+        "step, ms": "time.step",
+        "communication, ms": "time.communication",
+        "exposed, ms": "time.exposed",
+        "exposed share": "exposed_share",
+        "idle, ms": "time.idle",
+        "peak, GiB": "memory.peak",
+        "tokens/s": "tokens_per_second",
+    },
     plot_x="bucket_mb",
     plot_y="time.step",
     seconds_per_cell=60.0,

@@ -20,7 +20,7 @@ import torch
 from groundup.account import GPUS, gpu
 from groundup.account import parameters as parameter_counts
 from groundup.account.memory import kv_cache_bytes
-from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, at_least, numbers, shapes, words
+from groundup.bench.benchmark import Benchmark, Measurement, SweepOptions, at_least, numbers, shapes, words
 from groundup.bench.cells import Parameters
 from groundup.bench.check import hardware_of
 from groundup.bench.environment import environment
@@ -155,9 +155,8 @@ class Subject:
         self.tokens = checked_tokens(logits.argmax(-1), logits)
 
 
-def run(parameters: Parameters) -> Measurement:
+def run(parameters: Parameters, device: torch.device) -> Measurement:
     """Time of a prefill and of a step, tokens a second of both, and the step's share of the bound."""
-    device = torch.device(str(parameters["device"]))
     subject = Subject(parameters, device)
     warmup, steps = int(parameters["warmup"]), int(parameters["steps"])
     first = time_steps(subject.prefill, warmup, int(parameters["prefills"]), device)
@@ -204,14 +203,14 @@ BENCHMARK = Benchmark(
     cells=cells,
     run=run,
     group=lambda cell: (cell["size"], cell["precision"], cell["compile"]),
-    columns=(
-        Column("prefill, ms", "time.prefill", "ms"),
-        Column("prefill tokens/s", "prefill_tokens_per_second"),
-        Column("step, ms", "time.step", "ms"),
-        Column("tokens/s", "tokens_per_second"),
-        Column("bound, ms", "time.bound", "ms"),
-        Column("of the bound", "bound_fraction"),
-    ),
+    columns={
+        "prefill, ms": "time.prefill",
+        "prefill tokens/s": "prefill_tokens_per_second",
+        "step, ms": "time.step",
+        "tokens/s": "tokens_per_second",
+        "bound, ms": "time.bound",
+        "of the bound": "bound_fraction",
+    },
     hidden=(*SHAPE, "hardware"),
     plot_x="batch_size",
     plot_y="tokens_per_second",

@@ -7,20 +7,19 @@ Gradients of the inputs and of the head are part of the result, so their memory 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, numbers, words
+from groundup.bench.benchmark import Benchmark, Measurement, SweepOptions, grid, numbers, words
 from groundup.bench.cells import Parameters
-from groundup.bench.harness import allocated, memory_notes, summary, time_steps
+from groundup.bench.harness import allocated, peak_above, time_steps
+from groundup.bench.precision import DTYPES, tensor_name
 from groundup.bench.sweep import repetitions
 from groundup.errors import optional_package
 from groundup.kernels import linear_cross_entropy
 from groundup.model.loss import cross_entropy
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 IMPLEMENTATIONS = ("eager", "compiled", "chunked", "kernel", "liger")
 
 
@@ -45,22 +44,14 @@ class Options(SweepOptions):
 
 def cells(options: Options) -> list[Parameters]:
     """Every combination, the implementations of one shape next to each other."""
-    last = repetitions(options)
-    return [
-        {
-            "implementation": implementation,
-            "precision": precision,
-            "tokens": tokens,
-            "vocab_size": vocab,
-            "hidden": hidden,
-            **last,
-        }
-        for precision in words(options.precision, "--precision", tuple(DTYPES))
-        for tokens in numbers(options.tokens, "--tokens")
-        for vocab in numbers(options.vocab, "--vocab")
-        for hidden in numbers(options.hidden, "--hidden")
-        for implementation in words(options.implementation, "--implementation", IMPLEMENTATIONS)
-    ]
+    return grid(
+        repetitions(options),
+        precision=words(options.precision, "--precision", tuple(DTYPES)),
+        tokens=numbers(options.tokens, "--tokens"),
+        vocab_size=numbers(options.vocab, "--vocab"),
+        hidden=numbers(options.hidden, "--hidden"),
+        implementation=words(options.implementation, "--implementation", IMPLEMENTATIONS),
+    )
 
 
 def loss_function(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -77,16 +68,14 @@ def loss_function(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return torch.compile(eager, dynamic=False) if name == "compiled" else eager
 
 
-def run(parameters: Parameters) -> Measurement:
+def run(parameters: Parameters, device: torch.device) -> Measurement:
     """Time, rate and memory of one shape and implementation."""
-    device = torch.device(str(parameters["device"]))
-    torch.set_float32_matmul_precision("highest")
-    dtype = DTYPES[str(parameters["precision"])]
-    tokens, vocab, hidden = (int(parameters[name]) for name in ("tokens", "vocab_size", "hidden"))
+    dtype = DTYPES[parameters["precision"]]
+    tokens, vocab, hidden = (parameters[name] for name in ("tokens", "vocab_size", "hidden"))
     x = torch.randn(tokens, hidden, device=device, dtype=dtype, requires_grad=True)
     weight = (torch.randn(vocab, hidden, device=device) / hidden**0.5).to(dtype).requires_grad_()
     targets = torch.randint(vocab, (tokens,), device=device)
-    loss_of = loss_function(str(parameters["implementation"]))
+    loss_of = loss_function(parameters["implementation"])
     held = allocated(device)
 
     def step(mark: Callable[[str], None]) -> None:
@@ -95,15 +84,11 @@ def run(parameters: Parameters) -> Measurement:
         torch.autograd.grad(loss, (x, weight))
         mark("backward")
 
-    timing = time_steps(step, int(parameters["warmup"]), int(parameters["steps"]), device)
-    metrics: dict[str, Any] = {f"time.{name}": summary(samples) for name, samples in timing.phases.items()}
+    timing = time_steps(step, parameters["warmup"], parameters["steps"], device)
+    metrics = timing.metrics
     metrics["flops.rate"] = 6 * tokens * vocab * hidden / metrics["time.total"]["median"] / 1e9
-    beyond = (
-        torch.cuda.max_memory_allocated(device) - held - x.nbytes - weight.nbytes if device.type == "cuda" else None
-    )
-    metrics["memory.beyond_gradients"] = beyond
-    stamp = {"dtype": str(dtype).removeprefix("torch."), "grad_mode": "grad", "step": "steady"}
-    return Measurement(metrics, stamp | timing.stamp, memory_notes(device))
+    metrics["memory.beyond_gradients"] = peak_above(held + x.nbytes + weight.nbytes, device)
+    return Measurement(metrics, {"dtype": tensor_name(dtype)} | timing.stamp)
 
 
 BENCHMARK = Benchmark(
@@ -112,13 +97,13 @@ BENCHMARK = Benchmark(
     cells=cells,
     run=run,
     group=lambda parameters: parameters["precision"],
-    columns=(
-        Column("forward, ms", "time.forward", "ms"),
-        Column("backward, ms", "time.backward", "ms"),
-        Column("total, ms", "time.total", "ms"),
-        Column("TFLOP/s", "flops.rate"),
-        Column("beyond both gradients, GiB", "memory.beyond_gradients", "GiB"),
-    ),
+    columns={
+        "forward, ms": "time.forward",
+        "backward, ms": "time.backward",
+        "total, ms": "time.total",
+        "TFLOP/s": "flops.rate",
+        "beyond both gradients, GiB": "memory.beyond_gradients",
+    },
     plot_x="tokens",
     plot_y="time.total",
 )

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, words
+from groundup.bench.benchmark import Benchmark, Measurement, SweepOptions, grid, words
 from groundup.bench.cells import Parameters
+from groundup.bench.precision import tensor_name
 from groundup.bench.sweep import resolve_device
 
 PARTS = ("accumulation", "autocast-fp16", "autocast-bf16")
@@ -26,18 +27,16 @@ class Options(SweepOptions):
 
 def cells(options: Options) -> list[Parameters]:
     """One cell a part."""
-    device = resolve_device(options.device)
-    return [{"part": part, "seed": options.seed, "device": device} for part in words(options.part, "--part", PARTS)]
+    last = {"seed": options.seed, "device": resolve_device(options.device)}
+    return grid(last, part=words(options.part, "--part", PARTS))
 
 
-def run(parameters: Parameters) -> Measurement:
+def run(parameters: Parameters, device: torch.device) -> Measurement:
     """The four sums, or the dtypes of the toy model."""
-    device = torch.device(str(parameters["device"]))
     if parameters["part"] == "accumulation":
         return Measurement(accumulate(device), {"dtype": "float32, float16", "grad_mode": "no_grad"})
     dtype = torch.float16 if parameters["part"] == "autocast-fp16" else torch.bfloat16
-    stamp = {"dtype": f"{_name(dtype)} autocast, float32 weights", "grad_mode": "grad"}
-    return Measurement(dtypes(device, dtype), stamp)
+    return Measurement(dtypes(device, dtype), {"dtype": f"{tensor_name(dtype)} autocast, float32 weights"})
 
 
 def accumulate(device: torch.device) -> dict[str, float]:
@@ -80,23 +79,21 @@ def dtypes(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         x, target = torch.randn(4, 16), torch.randint(5, (4,))
     for name in ("fc1", "ln"):
         layer = model.get_submodule(name)
-        layer.register_forward_hook(lambda _m, _i, out, name=name: seen.update({f"dtype.{name}": _name(out.dtype)}))
+        layer.register_forward_hook(
+            lambda _m, _i, out, name=name: seen.update({f"dtype.{name}": tensor_name(out.dtype)})
+        )
     with torch.autocast(device.type, dtype=dtype):
         logits = model(x)
         loss = nn.functional.cross_entropy(logits, target)
     loss.backward()
     gradients = {p.grad.dtype for p in model.parameters() if p.grad is not None}
     return {
-        "dtype.parameters": _name(model.fc1.weight.dtype),
+        "dtype.parameters": tensor_name(model.fc1.weight.dtype),
         **seen,
-        "dtype.logits": _name(logits.dtype),
-        "dtype.loss": _name(loss.dtype),
-        "dtype.gradients": ", ".join(sorted(map(_name, gradients))),
+        "dtype.logits": tensor_name(logits.dtype),
+        "dtype.loss": tensor_name(loss.dtype),
+        "dtype.gradients": ", ".join(sorted(map(tensor_name, gradients))),
     }
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 BENCHMARK = Benchmark(
@@ -104,17 +101,17 @@ BENCHMARK = Benchmark(
     options=Options,
     cells=cells,
     run=run,
-    columns=(
-        Column("fp32 += fp32", "sum.fp32_of_fp32", "4 decimals"),
-        Column("fp16 += fp16", "sum.fp16_of_fp16", "4 decimals"),
-        Column("fp32 += fp16", "sum.fp32_of_fp16", "4 decimals"),
-        Column("fp32 += cast fp16", "sum.fp32_of_fp16_cast", "4 decimals"),
-        Column("parameters", "dtype.parameters"),
-        Column("fc1", "dtype.fc1"),
-        Column("LayerNorm", "dtype.ln"),
-        Column("logits", "dtype.logits"),
-        Column("loss", "dtype.loss"),
-        Column("gradients", "dtype.gradients"),
-    ),
+    columns={
+        "fp32 += fp32": "sum.fp32_of_fp32",
+        "fp16 += fp16": "sum.fp16_of_fp16",
+        "fp32 += fp16": "sum.fp32_of_fp16",
+        "fp32 += cast fp16": "sum.fp32_of_fp16_cast",
+        "parameters": "dtype.parameters",
+        "fc1": "dtype.fc1",
+        "LayerNorm": "dtype.ln",
+        "logits": "dtype.logits",
+        "loss": "dtype.loss",
+        "gradients": "dtype.gradients",
+    },
     seconds_per_cell=10.0,
 )

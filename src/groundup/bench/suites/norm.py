@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, numbers, words
+from groundup.bench.benchmark import Benchmark, Measurement, SweepOptions, grid, numbers, words
 from groundup.bench.cells import Parameters
 from groundup.bench.harness import buffer_sets, on_side_stream, summary, time_kernel
+from groundup.bench.precision import DTYPES, tensor_name
 from groundup.bench.sweep import repetitions
 from groundup.errors import optional_package
 from groundup.model.layers import RMSNorm
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TORCH = ("eager", "compiled", "layer_norm", "rms_norm")
 IMPLEMENTATIONS = (*TORCH, "kernel", "liger")
 
@@ -43,20 +43,13 @@ class Options(SweepOptions):
 
 def cells(options: Options) -> list[Parameters]:
     """Every combination, the implementations of one shape next to each other."""
-    last = repetitions(options)
-    return [
-        {
-            "implementation": implementation,
-            "precision": precision,
-            "rows": rows,
-            "hidden": hidden,
-            **last,
-        }
-        for precision in words(options.precision, "--precision", tuple(DTYPES))
-        for rows in numbers(options.rows, "--rows")
-        for hidden in numbers(options.hidden, "--hidden")
-        for implementation in words(options.implementation, "--implementation", IMPLEMENTATIONS)
-    ]
+    return grid(
+        repetitions(options),
+        precision=words(options.precision, "--precision", tuple(DTYPES)),
+        rows=numbers(options.rows, "--rows"),
+        hidden=numbers(options.hidden, "--hidden"),
+        implementation=words(options.implementation, "--implementation", IMPLEMENTATIONS),
+    )
 
 
 def norm_function(name: str, hidden: int, gain: nn.Parameter, bias: nn.Parameter) -> Callable[[Tensor], Tensor]:
@@ -74,20 +67,19 @@ def norm_function(name: str, hidden: int, gain: nn.Parameter, bias: nn.Parameter
     return torch.compile(norm, dynamic=False) if name == "compiled" else norm
 
 
-def run(parameters: Parameters) -> Measurement:
+def run(parameters: Parameters, device: torch.device) -> Measurement:
     """Time and bandwidth of one shape and implementation."""
-    device = torch.device(str(parameters["device"]))
-    dtype = DTYPES[str(parameters["precision"])]
-    rows, hidden = int(parameters["rows"]), int(parameters["hidden"])
+    dtype = DTYPES[parameters["precision"]]
+    rows, hidden = parameters["rows"], parameters["hidden"]
     gain = nn.Parameter(torch.rand(hidden, device=device, dtype=dtype))
     bias = nn.Parameter(torch.rand(hidden, device=device, dtype=dtype))
-    norm = norm_function(str(parameters["implementation"]), hidden, gain, bias)
+    norm = norm_function(parameters["implementation"], hidden, gain, bias)
     gains = (gain, bias) if parameters["implementation"] == "layer_norm" else (gain,)
     one_pass = rows * hidden * dtype.itemsize
     sets = buffer_sets(2 * one_pass, device)
     inputs = [torch.randn(rows, hidden, device=device, dtype=dtype, requires_grad=True) for _ in range(sets)]
     gradients = [torch.randn(rows, hidden, device=device, dtype=dtype) for _ in range(sets)]
-    counts = (int(parameters["warmup"]), int(parameters["steps"]), device)
+    counts = (parameters["warmup"], parameters["steps"], device)
 
     def forward(i: int) -> Tensor:
         with torch.no_grad():
@@ -104,8 +96,8 @@ def run(parameters: Parameters) -> Measurement:
     metrics: dict[str, Any] = {f"time.{name}": times[name] for name in times}
     metrics["bandwidth.forward"] = 2 * one_pass / times["forward"]["median"] / 1e6
     metrics["bandwidth.backward"] = 3 * one_pass / times["backward"]["median"] / 1e6
-    stamp = {"dtype": str(dtype).removeprefix("torch."), "grad_mode": "forward no_grad, backward grad"}
-    stamp |= {"step": "steady", "clocks": back.clocks, "buffer_sets": str(sets)}
+    stamp = {"dtype": tensor_name(dtype), "grad_mode": "forward no_grad, backward grad"}
+    stamp |= {"clocks": back.clocks, "buffer_sets": str(sets)}
     stamp["method"] = fore.method if fore.method == back.method else f"forward {fore.method}; backward {back.method}"
     return Measurement(metrics, stamp)
 
@@ -116,12 +108,12 @@ BENCHMARK = Benchmark(
     cells=cells,
     run=run,
     group=lambda parameters: parameters["precision"],
-    columns=(
-        Column("forward, ms", "time.forward", "ms"),
-        Column("forward, GB/s", "bandwidth.forward", "GB/s"),
-        Column("backward, ms", "time.backward", "ms"),
-        Column("backward, GB/s", "bandwidth.backward", "GB/s"),
-    ),
+    columns={
+        "forward, ms": "time.forward",
+        "forward, GB/s": "bandwidth.forward",
+        "backward, ms": "time.backward",
+        "backward, GB/s": "bandwidth.backward",
+    },
     plot_x="hidden",
     plot_y="bandwidth.forward",
 )

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import torch
 
-from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, words
+from groundup.bench.benchmark import Benchmark, Measurement, SweepOptions, grid, words
 from groundup.bench.cells import Parameters
-from groundup.bench.harness import memory_notes, summary, time_steps
+from groundup.bench.harness import allocated, peak_above, summary, time_steps
 from groundup.bench.sweep import repetitions
 from groundup.config import SIZES, size
 from groundup.model import TransformerLM
@@ -37,27 +37,21 @@ class Options(SweepOptions):
 
 def cells(options: Options) -> list[Parameters]:
     """Every combination, the implementations of one size next to each other."""
-    last = repetitions(options)
-    return [
-        {
-            "size": name,
-            "implementation": implementation,
-            **last,
-        }
-        for name in words(options.size, "--size", tuple(SIZES))
-        for implementation in words(options.implementation, "--implementation", IMPLEMENTATIONS)
-    ]
+    return grid(
+        repetitions(options),
+        size=words(options.size, "--size", tuple(SIZES)),
+        implementation=words(options.implementation, "--implementation", IMPLEMENTATIONS),
+    )
 
 
-def run(parameters: Parameters) -> Measurement:
+def run(parameters: Parameters, device: torch.device) -> Measurement:
     """Time, bandwidth and memory of one implementation on one model's shapes."""
-    device = torch.device(str(parameters["device"]))
     with torch.device("meta"):
-        shapes = [p.shape for p in TransformerLM(size(str(parameters["size"]))).parameters()]
+        shapes = [p.shape for p in TransformerLM(size(parameters["size"])).parameters()]
     params = [torch.randn(shape, device=device).requires_grad_() for shape in shapes]
     for p in params:
         p.grad = torch.randn_like(p)
-    implementation = str(parameters["implementation"])
+    implementation = parameters["implementation"]
     if implementation == "groundup":
         optimizer: torch.optim.Optimizer = AdamW(params, **SETTINGS)
     else:
@@ -67,7 +61,7 @@ def run(parameters: Parameters) -> Measurement:
         optimizer.step()
         mark("update")
 
-    timing = time_steps(step, int(parameters["warmup"]), int(parameters["steps"]), device)
+    timing = time_steps(step, parameters["warmup"], parameters["steps"], device)
     total = sum(p.numel() for p in params)
     times = summary(timing.phases["total"])
     metrics: dict[str, Any] = {
@@ -76,18 +70,17 @@ def run(parameters: Parameters) -> Measurement:
         "bandwidth.update": BYTES_PER_PARAMETER * total / times["median"] / 1e6,
         "memory.temporary": _temporary(optimizer, device),
     }
-    stamp = {"dtype": "float32", "grad_mode": "no_grad", "step": "steady"}
-    return Measurement(metrics, stamp | timing.stamp, memory_notes(device))
+    return Measurement(metrics, {"dtype": "float32", "grad_mode": "no_grad"} | timing.stamp)
 
 
 def _temporary(optimizer: torch.optim.Optimizer, device: torch.device) -> int | None:
     """Bytes an update needs beyond what is held before and after it."""
     if device.type != "cuda":
         return None
-    held = torch.cuda.memory_allocated(device)
+    held = allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     optimizer.step()
-    return torch.cuda.max_memory_allocated(device) - held
+    return peak_above(held, device)
 
 
 BENCHMARK = Benchmark(
@@ -96,12 +89,12 @@ BENCHMARK = Benchmark(
     cells=cells,
     run=run,
     group=lambda parameters: parameters["size"],
-    columns=(
-        Column("parameters", "parameters.total"),
-        Column("update, ms", "time.update", "ms"),
-        Column("GB/s", "bandwidth.update", "GB/s"),
-        Column("temporary, GiB", "memory.temporary", "GiB"),
-    ),
+    columns={
+        "parameters": "parameters.total",
+        "update, ms": "time.update",
+        "GB/s": "bandwidth.update",
+        "temporary, GiB": "memory.temporary",
+    },
     plot_x="size",
     plot_y="bandwidth.update",
 )

@@ -6,7 +6,7 @@ at work). Held tensors are counted exactly; what the allocator's peak has beyond
 
 from dataclasses import dataclass
 
-from groundup.bench.benchmark import Benchmark, Column
+from groundup.bench.benchmark import Benchmark
 from groundup.bench.cells import Parameters
 from groundup.bench.suites import ddp
 
@@ -27,17 +27,17 @@ BENCHMARK = Benchmark(
     options=Options,
     cells=cells,
     run=ddp.run,
-    columns=(
-        Column("parameters, GiB", "memory.parameters", "GiB"),
-        Column("gradients, GiB", "memory.gradients", "GiB"),
-        Column("state, GiB", "memory.state", "GiB"),
-        Column("activations, GiB", "memory.activations", "GiB"),
-        Column("after init, GiB", "memory.after_init", "GiB"),
-        Column("before step, GiB", "memory.before_step", "GiB"),
-        Column("after step, GiB", "memory.after_step", "GiB"),
-        Column("peak, GiB", "memory.peak", "GiB"),
-        Column("step, ms", "time.step", "ms"),
-    ),
+    columns={
+        "parameters, GiB": "memory.parameters",
+        "gradients, GiB": "memory.gradients",
+        "state, GiB": "memory.state",
+        "activations, GiB": "memory.activations",
+        "after init, GiB": "memory.after_init",
+        "before step, GiB": "memory.before_step",
+        "after step, GiB": "memory.after_step",
+        "peak, GiB": "memory.peak",
+        "step, ms": "time.step",
+    },
     hidden=("bucket_mb",),
     plot_x="processes",
     plot_y="memory.state",

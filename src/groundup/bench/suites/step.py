@@ -14,10 +14,21 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, at_least, numbers, shapes, words
+from groundup.bench.benchmark import (
+    Benchmark,
+    Measurement,
+    SweepOptions,
+    at_least,
+    grid,
+    numbers,
+    shapes,
+    without_repeats,
+    words,
+    yes_no,
+)
 from groundup.bench.cells import Parameters
 from groundup.bench.check import check_steps
-from groundup.bench.harness import Timing, allocated, memory_notes, summary, time_steps
+from groundup.bench.harness import Timing, allocated, time_steps
 from groundup.bench.precision import PRECISIONS, dtype_name, use_precision
 from groundup.bench.sweep import resolve_device
 from groundup.config import ModelConfig
@@ -74,42 +85,26 @@ class Options(SweepOptions):
 def cells(options: Options) -> list[Parameters]:
     """Every combination; compile, precision and size are the outer loops."""
     at_least(options.steps, "--steps", 1)
-    device = resolve_device(options.device)
-    contexts, batches = numbers(options.context, "--context"), numbers(options.batch, "--batch")
-    modes, grads = words(options.mode, "--mode", MODES), words(options.grad, "--grad", ("off", "on"))
-    warmups = numbers(options.warmup, "--warmup", least=0)
-    return [
-        {
-            "size": name,
-            **{field: getattr(shape, field) for field in SHAPE + VARIANT},
-            "attention": attention,
-            "attention_deterministic": deterministic == "yes",
-            "kernels": kernels,
-            "checkpoint_activations": checkpoint,
-            "mode": mode,
-            "grad": grad,
-            "precision": precision,
-            "compile": compiled,
-            "batch_size": batch,
-            "context_length": context,
-            "warmup": warmup,
-            "steps": options.steps,
-            "seed": options.seed,
-            "device": device,
-        }
-        for compiled in words(options.compile, "--compile", ("no", "model", "blocks"))
-        for precision in words(options.precision, "--precision", PRECISIONS)
-        for name, shape in shapes(options.size, options.config).items()
-        for attention in words(options.attention, "--attention", get_args(Attention))
-        for deterministic in words(options.deterministic, "--deterministic", ("yes", "no"))
-        for kernels in words(options.kernels, "--kernels", get_args(Kernels))
-        for checkpoint in numbers(options.checkpoint, "--checkpoint", least=0)
-        for mode in modes
-        for grad in (grads if mode == "forward" else ["on"])
-        for batch in batches
-        for context in contexts
-        for warmup in warmups
-    ]
+    found = []
+    for cell in grid(
+        {"steps": options.steps, "seed": options.seed, "device": resolve_device(options.device)},
+        compile=words(options.compile, "--compile", ("no", "model", "blocks")),
+        precision=words(options.precision, "--precision", PRECISIONS),
+        shape=shapes(options.size, options.config).items(),
+        attention=words(options.attention, "--attention", get_args(Attention)),
+        attention_deterministic=yes_no(options.deterministic, "--deterministic"),
+        kernels=words(options.kernels, "--kernels", get_args(Kernels)),
+        checkpoint_activations=numbers(options.checkpoint, "--checkpoint", least=0),
+        mode=words(options.mode, "--mode", MODES),
+        grad=words(options.grad, "--grad", ("off", "on")),
+        batch_size=numbers(options.batch, "--batch"),
+        context_length=numbers(options.context, "--context"),
+        warmup=numbers(options.warmup, "--warmup", least=0),
+    ):
+        name, shape = cell.pop("shape")
+        cell["grad"] = cell["grad"] if cell["mode"] == "forward" else "on"
+        found.append({"size": name, **{field: getattr(shape, field) for field in SHAPE + VARIANT}} | cell)
+    return without_repeats(found)
 
 
 def group(parameters: Parameters) -> object:
@@ -123,32 +118,29 @@ def model_config(parameters: Parameters) -> ModelConfig:
     """The shape that a cell measures."""
     fields: dict[str, Any] = {name: parameters[name] for name in SHAPE + VARIANT if name in parameters}
     fields |= {name: parameters.get(name, default) for name, default in HOW.items()}
-    return ModelConfig(**fields, context_length=int(parameters["context_length"])).resolve()
+    return ModelConfig(**fields, context_length=parameters["context_length"]).resolve()
 
 
-def run(parameters: Parameters) -> Measurement:
+def run(parameters: Parameters, device: torch.device) -> Measurement:
     """Measure one cell."""
-    device = torch.device(str(parameters["device"]))
     subject = Subject(parameters, device)
-    timing = time_steps(
-        subject.step, int(parameters["warmup"]), int(parameters["steps"]), device, prepare=subject.prepare
-    )
-    tokens = int(parameters["batch_size"]) * int(parameters["context_length"])
-    metrics: dict[str, Any] = {"parameters.total": count_parameters(subject.model)}
+    timing = time_steps(subject.step, parameters["warmup"], parameters["steps"], device, prepare=subject.prepare)
+    tokens = parameters["batch_size"] * parameters["context_length"]
+    metrics = {"parameters.total": count_parameters(subject.model)}
     metrics |= _time_metrics(timing, tokens) | subject.tensor_bytes() | subject.memory()
     metrics |= count_flops(subject, parameters)
-    stamp = {
-        "dtype": dtype_name(str(parameters["precision"])),
-        "grad_mode": "grad" if parameters["grad"] == "on" else "no_grad",
-        "step": "steady" if parameters["warmup"] else "includes the first step",
-    }
+    stamp = {"dtype": dtype_name(parameters["precision"])}
+    if not subject.records:
+        stamp["grad_mode"] = "no_grad"
+    if not parameters["warmup"]:
+        stamp["step"] = "includes the first step"
     if subject.optimizer is not None:
         stamp["optimizer"] = "kernel" if runs_triton(subject.ids) else "tensors"
-    return Measurement(metrics, stamp | timing.stamp, memory_notes(device))
+    return Measurement(metrics, stamp | timing.stamp)
 
 
 def _time_metrics(timing: Timing, tokens: int) -> dict[str, Any]:
-    metrics: dict[str, Any] = {f"time.{name}": summary(samples) for name, samples in timing.phases.items()}
+    metrics = timing.metrics
     metrics["time.step"] = metrics.pop("time.total")
     metrics["time.first_step"] = timing.first["total"]
     metrics["tokens_per_second"] = tokens / metrics["time.step"]["median"] * 1e3
@@ -159,14 +151,14 @@ class Subject:
     """The model under measurement, its batch and its optimizer."""
 
     def __init__(self, parameters: Parameters, device: torch.device):
-        self.device, self.mode = device, str(parameters["mode"])
+        self.device, self.mode = device, parameters["mode"]
         self.records = parameters["grad"] == "on"
-        self.autocast = use_precision(str(parameters["precision"]), device)
+        self.autocast = use_precision(parameters["precision"], device)
         self.start = allocated(self.device)
         with torch.device(device):
             self.model = TransformerLM(model_config(parameters))
-            self.model.init_weights(int(parameters["seed"]))
-            shape = (int(parameters["batch_size"]), int(parameters["context_length"]))
+            self.model.init_weights(parameters["seed"])
+            shape = (parameters["batch_size"], parameters["context_length"])
             self.ids = torch.randint(self.model.config.vocab_size, shape)
             self.targets = torch.randint(self.model.config.vocab_size, shape)
         if parameters["compile"] == "model":
@@ -277,16 +269,16 @@ BENCHMARK = Benchmark(
     cells=cells,
     run=run,
     group=group,
-    columns=(
-        Column("forward, ms", "time.forward", "ms"),
-        Column("backward, ms", "time.backward", "ms"),
-        Column("optimizer, ms", "time.optimizer", "ms"),
-        Column("step, ms", "time.step", "ms"),
-        Column("first step, ms", "time.first_step", "ms"),
-        Column("after forward, GiB", "memory.after_forward", "GiB"),
-        Column("peak, GiB", "memory.peak", "GiB"),
-        Column("tokens/s", "tokens_per_second"),
-    ),
+    columns={
+        "forward, ms": "time.forward",
+        "backward, ms": "time.backward",
+        "optimizer, ms": "time.optimizer",
+        "step, ms": "time.step",
+        "first step, ms": "time.first_step",
+        "after forward, GiB": "memory.after_forward",
+        "peak, GiB": "memory.peak",
+        "tokens/s": "tokens_per_second",
+    },
     hidden=SHAPE + VARIANT,
     plot_x="context_length",
     plot_y="time.step",

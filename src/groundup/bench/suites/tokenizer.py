@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from groundup.bench.benchmark import Benchmark, Column, Measurement, SweepOptions, at_least, numbers, words
+from groundup.bench.benchmark import Benchmark, Measurement, SweepOptions, at_least, numbers, words
 from groundup.bench.cells import Parameters
 from groundup.data.embedded import write_embedded_corpus
 from groundup.errors import UserError, optional_package
@@ -190,20 +190,20 @@ def vocabulary(name: str, path: Path, vocab_size: int) -> Tokenizer:
     return Tokenizer.load(name) if name else Tokenizer.train([path], vocab_size, [END_OF_TEXT])
 
 
-def run(parameters: Parameters) -> Measurement:
+def run(parameters: Parameters, device: Any) -> Measurement:
     """Times, rates and memory of one task with one tool."""
     from groundup.bench.harness import summary
 
-    task, tool = str(parameters["task"]), str(parameters["tool"])
-    size, threads = int(parameters["vocab_size"]), int(parameters["threads"])
+    task, tool = parameters["task"], parameters["tool"]
+    size, threads = parameters["vocab_size"], parameters["threads"]
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(str(parameters["text"]))
+        path = Path(parameters["text"])
         if not parameters["text"]:
             path = Path(folder) / "library.txt"
-            write_embedded_corpus(path, int(parameters["max_bytes"]))
-        tokenizer = None if task == "train" else vocabulary(str(parameters["tokenizer"]), path, size)
+            write_embedded_corpus(path, parameters["max_bytes"])
+        tokenizer = None if task == "train" else vocabulary(parameters["tokenizer"], path, size)
         megabytes = path.stat().st_size / MB
-        samples = [sample(task, tool, path, size, threads, tokenizer) for _ in range(int(parameters["steps"]))]
+        samples = [sample(task, tool, path, size, threads, tokenizer) for _ in range(parameters["steps"])]
     metrics: dict[str, Any] = {"text_bytes": round(megabytes * MB)}
     for key in (key for key in samples[0] if key.endswith("seconds") and "cpu" not in key):
         name = key.removesuffix("seconds").rstrip("_") or task
@@ -216,7 +216,7 @@ def run(parameters: Parameters) -> Measurement:
         metrics["memory.peak"] = round(max(row["peak"] for row in samples))
     if "tokens" in samples[0]:
         metrics["tokens"] = round(samples[0]["tokens"])
-    return Measurement(metrics, {"dtype": "none", "grad_mode": "none", "step": "steady", "method": "perf_counter"})
+    return Measurement(metrics, {"dtype": "none", "grad_mode": "none", "method": "perf_counter"})
 
 
 BENCHMARK = Benchmark(
@@ -225,15 +225,15 @@ BENCHMARK = Benchmark(
     cells=cells,
     run=run,
     group=lambda parameters: (parameters["task"], parameters["tool"], parameters["threads"]),
-    columns=(
-        Column("train, ms", "time.train", "ms"),
-        Column("train, MB/s", "mb_per_second.train"),
-        Column("first, MB/s", "mb_per_second.first"),
-        Column("warm, MB/s", "mb_per_second.warm"),
-        Column("decode, MB/s", "mb_per_second.decode"),
-        Column("files, MB/s", "mb_per_second.files"),
-        Column("peak memory", "memory.peak", "GiB"),
-    ),
+    columns={
+        "train, ms": "time.train",
+        "train, MB/s": "mb_per_second.train",
+        "first, MB/s": "mb_per_second.first",
+        "warm, MB/s": "mb_per_second.warm",
+        "decode, MB/s": "mb_per_second.decode",
+        "files, MB/s": "mb_per_second.files",
+        "peak memory": "memory.peak",
+    },
     plot_x="threads",
     plot_y="mb_per_second.train",
 )
