@@ -23,9 +23,8 @@ def make(context_length: int = 512, **settings) -> tuple[Chat, list[str]]:
 
 
 def expected(chat: Chat, ids: list[int], seed: int, settings: ChatSettings) -> list[int]:
-    sampling = (settings.temperature, settings.top_k, settings.top_p, seed)
-    more = {"stop_ids": {EOT}, "min_p": settings.min_p, "vocab_limit": 257, "start_id": EOT}
-    return list(generate(chat.model, ids, settings.max_tokens, *sampling, **more))
+    more = {"seed": seed, "stop_ids": {EOT}, "vocab_limit": 257, "start_id": EOT}
+    return list(generate(chat.model, ids, **vars(settings) | more))
 
 
 def test_each_answer_continues_the_whole_text():

@@ -9,7 +9,7 @@ import torch
 from groundup.config import ModelConfig
 from groundup.errors import UserError
 from groundup.generate import KVCache, generate
-from groundup.generate.engine import checked_tokens, next_logits
+from groundup.generate.engine import checked_tokens, prefill, step
 from groundup.generate.sampling import sample, seeded_generator
 from groundup.model import TransformerLM
 
@@ -59,25 +59,41 @@ def test_cached_logits_equal_plain_ones(shape, dtype, tolerance):
     ids = torch.randint(97, (16,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = model(ids[None])[0]
-        for prefill in (1, 4, 15, 16):
+        for length in (1, 4, 15, 16):
             cache = KVCache(model.config, dtype=dtype)
-            got = [next_logits(model, ids[:prefill].tolist(), cache)]
-            for position in range(prefill, 16):
-                assert cache.length == position
-                got.append(next_logits(model, [int(ids[position])], cache))
-            torch.testing.assert_close(torch.stack(got), expected[prefill - 1 :], rtol=tolerance, atol=tolerance)
+            got = [prefill(model, cache, [0], [ids[:length].tolist()])]
+            for position in range(length, 16):
+                assert cache.lengths == [position]
+                got.append(step(model, cache, [int(ids[position])]))
+            torch.testing.assert_close(torch.cat(got), expected[length - 1 :], rtol=tolerance, atol=tolerance)
 
 
-def test_cached_pieces_of_any_length_equal_the_whole():
-    model = make(n_kv_heads=2)
-    ids = torch.randint(97, (16,), generator=torch.Generator().manual_seed(2)).tolist()
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_of_one_length_need_no_mask(shape):
+    """Where attention is a kernel's, by whatever name: here the kernels' plain references."""
+    model = make(kernels="auto", attention="sdpa", **SHAPES[shape])
+    masks = []
+    model.layers[0].register_forward_pre_hook(lambda _, args: masks.append(args[1]))
+    ids = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        expected = model(torch.tensor([ids]))[0, -1]
-        for cuts in ([3, 9], [1, 2, 3], [8], [15]):
-            cache = KVCache(model.config, dtype=torch.float64)
-            for start, end in zip([0, *cuts], [*cuts, 16], strict=True):
-                logits = next_logits(model, ids[start:end], cache)
-            torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
+        expected = model(ids)[:, 4:]
+        cache = KVCache(model.config, 2, torch.float64)
+        got = [prefill(model, cache, [0, 1], ids[:, :5].tolist())]
+        got += [step(model, cache, ids[:, position].tolist()) for position in range(5, 9)]
+        torch.testing.assert_close(torch.stack(got, 1), expected, rtol=1e-9, atol=1e-9)
+        assert masks == [None] * 6
+        cache.lengths[1] = 3
+        step(model, cache, [1, 2])
+    assert masks[-1].tolist() == [[[[True] * 10]], [[[True] * 4 + [False] * 6]]]
+
+
+def test_a_step_under_autocast_computes_as_the_model_does():
+    model = make(dtype=torch.float32)
+    seen = []
+    model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        list(generate(model, PROMPT, 3))
+    assert seen == [torch.bfloat16] * 3
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -98,7 +114,7 @@ def test_the_sliding_window_equals_plain_recomputation(context_length, n_prompt)
 def test_the_window_always_holds_at_least_half_the_context():
     """What the model is fed: prefill, single tokens, and after a full cache half a context."""
     model, fed = make(context_length=8), []
-    model.register_forward_pre_hook(lambda _, args: fed.append(args[0].shape[1]))
+    model.layers[0].register_forward_pre_hook(lambda _, args: fed.append(args[0].shape[1]))
     list(generate(model, PROMPT, 14, temperature=0))
     assert fed == [5, 1, 1, 1, 4, 1, 1, 1, 1, 4, 1, 1, 1, 1]
 
@@ -209,7 +225,7 @@ def test_the_callers_modes_are_left_alone():
     model.layers[1].eval()
     flags = [m.training for m in model.modules()]
     seen = []
-    model.register_forward_pre_hook(lambda m, _: seen.append((m.training, torch.is_inference_mode_enabled())))
+    model.layers[0].register_forward_pre_hook(lambda m, _: seen.append((m.training, torch.is_inference_mode_enabled())))
     stream = generate(model, PROMPT, 12)
     for _ in range(5):
         next(stream)
@@ -242,35 +258,21 @@ def test_on_the_gpu():
     assert torch.equal(before, torch.cuda.get_rng_state())
 
 
-def test_a_full_cache_says_so():
-    model = make(context_length=4)
-    cache = KVCache(model.config, dtype=torch.float64)
-    k = torch.zeros(1, 4, 3, 8, dtype=torch.float64)
-    cache.append(0, k, k)
-    cache.advance(3)
-    with pytest.raises(UserError, match="holds 3 of at most 4 tokens and 3 more do not fit"):
-        cache.append(0, k, k)
-    with pytest.raises(UserError, match="2 more do not fit"):
-        cache.advance(2)
-    assert cache.length == 3
-    cache.reset()
-    assert cache.length == 0
-    cache.append(0, k, k)
-
-
 def test_the_cache_keeps_rows_and_layers_apart():
     config = make(n_kv_heads=2).config
-    cache = KVCache(config, batch_size=2, dtype=torch.float64)
+    cache = KVCache(config, batch_size=3, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
-    parts = {
-        (step, layer): [torch.randn(2, 2, n, 8, dtype=torch.float64, generator=generator) for _ in range(2)]
-        for step, n in enumerate((4, 1, 2))
-        for layer in range(3)
-    }
-    for step, n in enumerate((4, 1, 2)):
+    held = torch.zeros(2, 3, 3, 2, 16, 8, dtype=torch.float64)  # keys and values, layers, rows, heads, places
+    for rows in ([0, 1, 2], [2, 0]):
+        cache.begin_prefill(rows, [3 + row for row in rows])
         for layer in range(3):
-            got = cache.append(layer, *parts[step, layer])
-            expected = [torch.cat([parts[s, layer][i] for s in range(step + 1)], dim=2) for i in range(2)]
-            assert torch.equal(got[0], expected[0])
-            assert torch.equal(got[1], expected[1])
-        cache.advance(n)
+            new = torch.randn(2, len(rows), 2, 5, 8, dtype=torch.float64, generator=generator)
+            got = cache.append(layer, *new)
+            held[:, layer, rows, :, :5] = new
+            assert torch.equal(got[0], new[0])
+            assert torch.equal(got[1], new[1])
+    assert cache.lengths == [3, 4, 5]
+    assert torch.equal(torch.stack((cache.keys, cache.values)), held)
+    cache.keep([2, 1])
+    assert cache.lengths == [5, 4]
+    assert torch.equal(torch.stack((cache.keys, cache.values)), held[:, :, [2, 1]])

@@ -2,23 +2,24 @@
 
 One allocation for the whole context, of (n_layers, batch, n_kv_heads, context_length, d_head), twice: bytes =
 2 · n_layers · batch · n_kv_heads · context_length · d_head · bytes per value. Keys are stored after RoPE has turned
-them, so a position is never turned twice. Rejected: growing by concatenation, which copies the whole past at each
-token, O(context²) bytes in all.
+them, so a position is never turned twice. A row's tokens lie at the left of its own part, at the positions they would
+have alone. Rejected: growing by concatenation, which copies the whole past at each token, O(context²) bytes in all.
 """
+
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from groundup.config import ModelConfig
-from groundup.errors import UserError
 
 
 class KVCache:
-    """Room for `config.context_length` tokens of every layer.
+    """Room for `config.context_length` tokens of every layer in each of `batch_size` rows.
 
-    A forward pass over n new tokens calls `append` once a layer; all layers see the same `length`, and the caller ends
-    the pass with `advance(n)`.
+    `begin_prefill` says which rows the next forward pass starts anew; `append` is what the model's attention calls
+    then. A step of one token is decode.py's.
     """
 
     def __init__(
@@ -32,38 +33,26 @@ class KVCache:
         shape = (config.n_layers, batch_size, config.n_kv_heads, config.context_length, config.d_head)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
-        self.capacity = config.context_length
-        self.length = 0
-        """Tokens held; the next token's position."""
+        self.lengths = [0] * batch_size
+        """Tokens held by each row, on the host; the next token's position."""
+        self._rows = torch.arange(batch_size, device=device)
+
+    def begin_prefill(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """The next pass starts these rows anew with so many tokens each."""
+        self._rows = torch.tensor(rows, device=self.keys.device)
+        for row, length in zip(rows, lengths, strict=True):
+            self.lengths[row] = length
 
     def append(
-        self,
-        layer: int,
-        k: Float[Tensor, "batch n_kv_heads seq d_head"],
-        v: Float[Tensor, "batch n_kv_heads seq d_head"],
-    ) -> tuple[Float[Tensor, "batch n_kv_heads total d_head"], Float[Tensor, "batch n_kv_heads total d_head"]]:
-        """Write k (after RoPE) and v behind the tokens held; return all of the layer's, total = length + seq.
+        self, layer: int, k: Float[Tensor, "rows n_kv_heads seq d_head"], v: Float[Tensor, "rows n_kv_heads seq d_head"]
+    ) -> tuple[Tensor, Tensor]:
+        """Store the k and v of a prefill, after RoPE (in the cache's type, autocast's may differ), and return them."""
+        self.keys[layer, self._rows, :, : k.shape[2]] = k.to(self.keys.dtype)
+        self.values[layer, self._rows, :, : k.shape[2]] = v.to(self.keys.dtype)
+        return k, v
 
-        The results are views into the cache, valid until it is written again. Raises UserError when it is full.
-        """
-        end = self._end(k.shape[2])
-        self.keys[layer, :, :, self.length : end] = k
-        self.values[layer, :, :, self.length : end] = v
-        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
-
-    def advance(self, n: int) -> None:
-        """Count n appended tokens as held. Raises UserError past the capacity."""
-        self.length = self._end(n)
-
-    def reset(self) -> None:
-        """Forget everything; the memory stays."""
-        self.length = 0
-
-    def _end(self, n: int) -> int:
-        end = self.length + n
-        if end > self.capacity:
-            raise UserError(
-                f"the KV cache holds {self.length} of at most {self.capacity} tokens and {n} more do not fit; "
-                "give at most model.context_length tokens, or reset the cache and go on from the newest ones"
-            )
-        return end
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop all other rows; the kept ones are counted anew, in this order."""
+        index = torch.tensor(rows, device=self.keys.device)
+        self.keys, self.values = self.keys[:, index], self.values[:, index]
+        self.lengths = [self.lengths[row] for row in rows]

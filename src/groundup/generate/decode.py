@@ -19,20 +19,18 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from groundup.model import TransformerLM
+from groundup.model.transformer import residual_type
 
 
 class Places:
     """The cache as one step sees it: row i's new keys go to place i, and all keys of the layer come back."""
 
-    length = 0
-
-    def __init__(self, keys: Tensor, values: Tensor, places: Int[Tensor, "batch"]):
-        self.keys, self.values, self.places = keys, values, places
-        self.rows = torch.arange(len(places), device=places.device)
+    def __init__(self, keys: Tensor, values: Tensor, rows: Tensor | slice, places: Tensor | int):
+        self.keys, self.values, self.rows, self.places = keys, values, rows, places
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        self.keys[layer, self.rows, :, self.places] = k[:, :, 0]
-        self.values[layer, self.rows, :, self.places] = v[:, :, 0]
+        self.keys[layer, self.rows, :, self.places] = k[:, :, 0].to(self.keys.dtype)
+        self.values[layer, self.rows, :, self.places] = v[:, :, 0].to(self.keys.dtype)
         return self.keys[layer], self.values[layer]
 
 
@@ -41,15 +39,20 @@ def decode(
     keys: Float[Tensor, "layers batch n_kv_heads n_keys d_head"],
     values: Float[Tensor, "layers batch n_kv_heads n_keys d_head"],
     tokens: Int[Tensor, "batch"],
-    places: Int[Tensor, "batch"],
+    places: Int[Tensor, "batch"] | int,
 ) -> Float[Tensor, "batch vocab"]:
     """Logits after each row's next token; its keys and values are written to the row's place.
 
     The model's own parts, with a rotation (batch, 1, 1, d_head / 2) and a mask (batch, 1, 1, n_keys) of each row's own.
+    `places` one number, n_keys - 1: all rows are as long, so there is nothing to mask and the kernels can run.
     """
-    mask = (torch.arange(keys.shape[3], device=places.device) <= places[:, None])[:, None, None]
-    cache, rotation = Places(keys, values, places), model.rotation(places[:, None, None])
-    x = model.blocks(model.token_embeddings(tokens[:, None]), mask, rotation, cache)
+    if isinstance(places, int):
+        mask, rotation, rows = None, model.rotation(slice(places, places + 1)), slice(None)
+    else:
+        mask = (torch.arange(keys.shape[3], device=places.device) <= places[:, None])[:, None, None]
+        rotation, rows = model.rotation(places[:, None, None]), torch.arange(len(places), device=places.device)
+    x = residual_type(model.token_embeddings(tokens[:, None]))
+    x = model.blocks(x, mask, rotation, Places(keys, values, rows, places))
     return model.head(model.ln_final(x))[:, 0]
 
 

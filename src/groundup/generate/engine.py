@@ -1,19 +1,31 @@
-"""One token after another: prefill the prompt in one pass, then one position a step through the KV cache.
+"""One token after another, for one prompt or many: prefill the prompts in one pass, then one position a step.
 
-Cost of a step with n tokens held: the weights are read once and attention reads n keys and values, instead of the
-whole model over n positions.
+A prompt gets the ids that it would get alone, and the weights are read once for all. Prefill: the prompts are padded on
+the right to the longest. The mask is the plain causal one: no token of a prompt comes after its padding, so none sees
+it; the padding's keys are overwritten later and never read before. Step: every row's newest token goes in at the row's
+own position and sees the row's own keys only (decode.py).
 
-Past the context. When the cache is full the newest half of the context is kept, its keys and values are computed
-afresh from position 0, and generation goes on. One such prefill of context_length / 2 positions pays for
+Cost: prefill is batch × longest prompt. A step reads the weights once for all rows and batch × longest row of keys and
+values, instead of the whole model over n positions. Rows that are done ride along until half of them are; then the
+cache is copied without them, so at most half of the work is idle and each row is copied at most log2(batch) times.
+
+Past the context. When a row's part of the cache is full the newest half of its context is kept, its keys and values are
+computed afresh from position 0, and generation goes on. One such prefill of context_length / 2 positions pays for
 context_length / 2 further tokens, so a token costs at most one extra position on average, and each token sees
-between half and all of the context. Rejected: dropping one token a step, which needs a full pass for each token
-(every position moves by one); and dropping only the oldest keys from the cache: upper layers' values still carry what
-the dropped tokens said, so the logits would equal no plain forward pass of the model, and nothing could check them.
+between half and all of the context.
+
+Rejected: dropping one token a step, which needs a full pass for each token (every position moves by one); dropping only
+the oldest keys from the cache: upper layers' values still carry what the dropped tokens said, so the logits would equal
+no plain forward pass of the model, and nothing could check them; padding on the left with shared positions (other
+positions than alone, so other float32 rounding, and the longest prompt would make the short ones slide); one forward
+pass a prompt length (no batch once lengths differ).
 """
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from math import isfinite
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -21,14 +33,53 @@ from torch import Tensor, nn
 
 from groundup.errors import UserError
 from groundup.generate.cache import KVCache
-from groundup.generate.decode import CompiledDecode
+from groundup.generate.decode import CompiledDecode, decode
 from groundup.generate.sampling import check_sampling, sample, seeded_generator
 from groundup.model import TransformerLM
+from groundup.model.attention import plain_attention
 
 
 def generate(
+    model: TransformerLM, ids: Sequence[int], max_tokens: int, temperature: float = 1.0, **settings: Any
+) -> Iterator[int]:
+    """Yield up to `max_tokens` new ids that continue the prompt `ids`; `settings` and errors: see `begin`.
+
+    A stop id ends the sequence and is itself the last id yielded, so a caller can tell an end from a cut. Between two
+    tokens the model's training flags and torch's gradient mode are as the caller left them.
+    """
+    rows, rounds = begin(model, [ids], max_tokens, temperature, **settings)
+    return (rows[0].out[-1] for _ in rounds)
+
+
+def generate_batch(
+    model: TransformerLM, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float = 1.0, **settings: Any
+) -> list[list[int]]:
+    """Continue every prompt; row i gets the ids of `generate(model, prompts[i], …, seed=seed + i)`.
+
+    (Up to rounding: a batch sums in another order than a single row, which decides where two tokens are as good as
+    equally likely.) Equal prompts get different texts, because every row has a random stream of its own. `settings` and
+    errors: see `begin`.
+    """
+    rows, rounds = begin(model, prompts, max_tokens, temperature, **settings)
+    for _ in rounds:
+        pass
+    return [row.out for row in rows]
+
+
+@dataclass
+class Row:
+    """One prompt on its way."""
+
+    window: list[int]
+    """The tokens that the model sees."""
+    generator: torch.Generator
+    out: list[int] = field(default_factory=list)
+    done: bool = False
+
+
+def begin(
     model: TransformerLM,
-    ids: Sequence[int],
+    prompts: Sequence[Sequence[int]],
     max_tokens: int,
     temperature: float = 1.0,
     top_k: int = 0,
@@ -41,16 +92,15 @@ def generate(
     vocab_limit: int | None = None,
     on_slide: Callable[[str], None] | None = None,
     compiled: bool = False,
-) -> Iterator[int]:
-    """Yield up to `max_tokens` new ids that continue the prompt `ids`.
+) -> tuple[list[Row], Iterator[None]]:
+    """(rows, rounds): each round gives every row that is not done its next id, in `out`.
 
-    A stop id ends the sequence and is itself the last id yielded, so a caller can tell an end from a cut.
-    start_id: what an empty prompt starts from (`<|endoftext|>`, which precedes every document but the first).
-    vocab_limit: number of ids the tokenizer knows, where the model's vocabulary is padded larger; no id at or above it
-    is ever drawn. on_slide: receives one line when the prompt is cut to the context, and one when the window first
-    slides. compiled: the step of one token is compiled at its first use, once for all prompts (decode.py). Settings are
-    checked at the call, not at the first token; between two tokens the model's training flags and torch's gradient mode
-    are as the caller left them, and torch's global random state is never touched.
+    stop_ids: each ends its row, as the last id. start_id: what an empty prompt starts from (`<|endoftext|>`, which
+    precedes every document but the first). vocab_limit: number of ids the tokenizer knows, where the model's vocabulary
+    is padded larger; no id at or above it is ever drawn. on_slide: receives one line for each prompt that is cut to the
+    context, and one when a window first slides. compiled: the step of one token is compiled at its first use, once for
+    all prompts (decode.py); rows that are done then ride along to the end, so that shapes stay. Settings are checked at
+    the call, not at the first token. Torch's global random state is never touched.
 
     Raises UserError for settings out of range, an id outside the vocabulary, an empty prompt without a start_id, and
     logits that are not numbers.
@@ -59,68 +109,105 @@ def generate(
     if max_tokens < 0:
         raise UserError(f"max_tokens is {max_tokens}; it must be ≥ 0")
     limit = checked_limit(model.config.vocab_size, vocab_limit)
-    window = prompt_window(ids, start_id, limit, model.config.context_length, on_slide)
-    weight = next(model.parameters())
-    generator = seeded_generator(seed, weight.device)
+    device = next(model.parameters()).device
+    rows = [
+        Row(
+            prompt_window(prompt, start_id, limit, model.config.context_length, on_slide),
+            seeded_generator((seed + index) % 2**63, device),
+        )
+        for index, prompt in enumerate(prompts)
+    ]
 
-    def draw(logits: Float[Tensor, "vocab"]) -> int:
-        token = sample(logits[:limit], temperature, top_k, top_p, generator, min_p)
-        return checked_tokens(token[None], logits[None, :limit])[0]
+    def draw(logits: Tensor, own: Sequence[Row]) -> list[int]:
+        logits = logits[:, :limit]
+        tokens = sample(logits, temperature, top_k, top_p, [row.generator for row in own], min_p)
+        return checked_tokens(tokens, logits)
 
-    cache = KVCache(model.config, dtype=weight.dtype, device=weight.device)
-    decode = CompiledDecode(model, cache.keys, cache.values) if compiled else None
-    return _tokens(model, cache, window, max_tokens, draw, frozenset(stop_ids), on_slide, decode)
+    return rows, _rounds(model, rows, max_tokens if rows else 0, draw, frozenset(stop_ids), on_slide, compiled)
 
 
-def _tokens(
+def _rounds(
     model: TransformerLM,
-    cache: KVCache,
-    window: list[int],
+    rows: list[Row],
     max_tokens: int,
-    draw: Callable[[Tensor], int],
+    draw: Callable[[Tensor, Sequence[Row]], list[int]],
     stop_ids: Collection[int],
     on_slide: Callable[[str], None] | None,
-    decode: CompiledDecode | None,
-) -> Iterator[int]:
-    """The loop. `window`: the tokens the model sees; `pending`: those of them that the cache does not hold yet."""
-    context_length, slid = cache.capacity, False
-    modules, pending = list(model.modules()), window
+    compiled: bool,
+) -> Iterator[None]:
+    """The loop."""
+    weight, modules, context_length = next(model.parameters()), list(model.modules()), model.config.context_length
+    cache = KVCache(model.config, len(rows), weight.dtype, weight.device)
+    compiled_step = CompiledDecode(model, cache.keys, cache.values) if compiled else None
     for _ in range(max_tokens):
-        if len(window) > context_length:
-            window = window[-newest_half(context_length) :]
-            pending = window
-            cache.reset()
-            if on_slide is not None and not slid:
-                on_slide(
-                    f"past the context of {context_length} tokens: going on from the newest {len(window)} "
-                    "each time it is full"
-                )
-            slid = True
+        for place, row in enumerate(rows):
+            if len(row.window) > context_length:
+                row.window, cache.lengths[place] = row.window[-newest_half(context_length) :], 0
+                if on_slide is not None:
+                    on_slide(
+                        f"past the context of {context_length} tokens: going on from the newest {len(row.window)} "
+                        "each time it is full"
+                    )
+                on_slide = None
         with inference(modules):
-            token = draw(next_logits(model, pending, cache, decode))
-        yield token
-        if token in stop_ids:
+            tokens = draw(_next_logits(model, cache, rows, compiled_step), rows)
+        for row, token in zip(rows, tokens, strict=True):
+            if not row.done:
+                row.out.append(token)
+                row.window.append(token)
+                row.done = token in stop_ids
+        yield
+        alive = [place for place, row in enumerate(rows) if not row.done]
+        if not alive:
             return
-        window.append(token)
-        pending = [token]
+        if 2 * len(alive) <= len(rows) and not compiled:
+            cache.keep(alive)
+            rows = [rows[place] for place in alive]
 
 
-def next_logits(
-    model: TransformerLM, tokens: list[int], cache: KVCache, decode: CompiledDecode | None = None
-) -> Float[Tensor, "vocab"]:
-    """Run the tokens that follow those in the cache, keep their keys and values; the logits of the token after them.
+def _next_logits(model: TransformerLM, cache: KVCache, rows: Sequence[Row], compiled: CompiledDecode | None) -> Tensor:
+    """Logits after each row's newest token: a step for those that the cache holds, a prefill for the others."""
+    again = [place for place, row in enumerate(rows) if not (row.done or cache.lengths[place])]
+    logits = None
+    if len(again) < sum(not row.done for row in rows):
+        # Rows that are done write over their first place, which is never read again.
+        cache.lengths = [0 if row.done else length for row, length in zip(rows, cache.lengths, strict=True)]
+        logits = step(model, cache, [row.window[-1] for row in rows], compiled)
+    if again:
+        restarted = prefill(model, cache, again, [rows[place].window for place in again])
+        logits = restarted.new_zeros(len(rows), restarted.shape[-1]) if logits is None else logits
+        logits[again] = restarted
+    assert logits is not None
+    return logits
 
-    The prefill of a prompt and the step of one token are this same call; a step is `decode`'s where it is given.
-    """
-    if decode is not None and len(tokens) == 1 and cache.length:
-        logits = decode(tokens, [cache.length])
-        cache.advance(1)
-        return logits[0]
-    ids = torch.tensor([tokens], device=cache.keys.device)
-    with positions_only(model, torch.tensor([len(tokens) - 1], device=ids.device)):
-        logits = model(ids, cache=cache)
-    cache.advance(len(tokens))
-    return logits[0, 0]
+
+def prefill(
+    model: TransformerLM, cache: KVCache, rows: Sequence[int], windows: Sequence[list[int]]
+) -> Float[Tensor, "rows vocab"]:
+    """Start `rows` anew with the tokens of `windows`; the logits after each."""
+    lengths = [len(window) for window in windows]
+    ids = torch.zeros(len(rows), max(lengths), dtype=torch.long)
+    for row, window in zip(ids, windows, strict=True):
+        row[: len(window)] = torch.tensor(window)
+    cache.begin_prefill(rows, lengths)
+    device = cache.keys.device
+    with positions_only(model, torch.tensor(lengths, device=device) - 1):
+        return model(ids.to(device), cache=cache)[:, 0]
+
+
+def step(
+    model: TransformerLM, cache: KVCache, tokens: Sequence[int], compiled: CompiledDecode | None = None
+) -> Float[Tensor, "batch vocab"]:
+    """Give every row its next token; the logits after it (overwritten by the next step where `compiled` makes them)."""
+    places = cache.lengths
+    cache.lengths = [length + 1 for length in places]
+    if compiled is not None:
+        return compiled(tokens, places)
+    # As many keys as the longest row has: views of the cache, so what is written there stays.
+    keys, values = (held[:, :, :, : max(cache.lengths)] for held in (cache.keys, cache.values))
+    if len(set(places)) == 1 and not plain_attention(model.config.attention, keys):
+        return decode(model, keys, values, torch.tensor(tokens, device=keys.device), places[0])
+    return decode(model, keys, values, *torch.tensor([tokens, places], device=keys.device))
 
 
 @contextmanager

@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from groundup.generate.batch import generate_batch
-from groundup.generate.engine import generate
+from groundup.generate.engine import generate, generate_batch
 from groundup.model import TransformerLM
 from groundup.tokenizer import Tokenizer
 

@@ -18,13 +18,10 @@ from groundup.model.rope import Rotation, rotate_both
 
 
 class Cache(Protocol):
-    """What attention needs of a key-value cache; generate/ owns the one implementation."""
-
-    length: int
-    """Tokens held before this forward pass."""
+    """What attention needs of a key-value cache; generate/ has the implementations."""
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store (batch, n_kv_heads, seq, d_head) after the tokens held; return all keys and values of the layer."""
+        """Store (batch, n_kv_heads, seq, d_head) and return all keys and values of the layer that are seen."""
         ...
 
 

@@ -108,20 +108,19 @@ class TransformerLM(nn.Module):
     ) -> Tensor:
         """Logits (batch, seq, vocab_size); with `targets`, the scalar loss of loss.cross_entropy.
 
-        With a `cache`, `ids` continue the tokens it holds: positions count from cache.length, and the caller advances
-        it afterwards. Raises UserError when the sequence would be longer than context_length.
+        A `cache` takes the keys and values of all layers. Raises UserError when the sequence is longer than
+        context_length.
         """
-        past = 0 if cache is None else cache.length
-        end = past + ids.shape[-1]
-        if end > self.config.context_length:
+        seq = ids.shape[-1]
+        if seq > self.config.context_length:
             raise UserError(
-                f"a sequence of {end} tokens is longer than model.context_length {self.config.context_length}; "
+                f"a sequence of {seq} tokens is longer than model.context_length {self.config.context_length}; "
                 "cut it, or train with a longer context"
             )
         weight = self.token_embeddings.weight
-        mask = causal_mask(ids.shape[-1], end, ids.device) if plain_attention(self.config.attention, weight) else None
+        mask = causal_mask(seq, seq, ids.device) if plain_attention(self.config.attention, weight) else None
         # No name for the embedded tokens here: it would hold them through all blocks.
-        x = self.blocks(residual_type(self.token_embeddings(ids)), mask, self.rotation(slice(past, end)), cache)
+        x = self.blocks(residual_type(self.token_embeddings(ids)), mask, self.rotation(slice(seq)), cache)
         x = self.ln_final(x)
         return self.head(x, targets, n_valid)
 

@@ -1,8 +1,7 @@
 """Tokens a second of generation: the prefill of a prompt and the steps after it, beside the memory-bandwidth bound.
 
-Random weights and prompts, greedy, the engine that `groundup generate` runs: batch 1 through its single path
-(engine.py), more rows through the batch (batch.py). A step is everything between two tokens of a user: the model, the
-draw, the token on the host.
+Random weights and prompts, greedy, the engine that `groundup generate` runs (engine.py). A step is everything between
+two tokens of a user: the model, the draw, the token on the host.
 
 A step cannot be faster than memory: it reads every weight that multiplies a token once, and the keys and values of
 every token held. The bound is these bytes (account/) over the bandwidth of the account's entry for the GPU;
@@ -29,10 +28,9 @@ from groundup.bench.sweep import resolve_device
 from groundup.config import ModelConfig
 from groundup.config.model import HOW
 from groundup.errors import UserError
-from groundup.generate.batch import RowCache, prefill, step
 from groundup.generate.cache import KVCache
 from groundup.generate.decode import CompiledDecode
-from groundup.generate.engine import checked_tokens, inference, next_logits
+from groundup.generate.engine import checked_tokens, inference, prefill, step
 from groundup.model import TransformerLM
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16-weights": torch.bfloat16}
@@ -124,31 +122,20 @@ class Subject:
         self.modules = list(self.model.modules())
         self.rows = len(self.prompts)
         self.tokens = [0] * self.rows
-        dtype = DTYPES[precision]
-        self.alone = KVCache(model.config, dtype=dtype, device=device) if self.rows == 1 else None
-        self.many = RowCache(model.config, self.rows, dtype, device) if self.rows > 1 else None
-        cache = self.many or self.alone
-        assert cache is not None
+        self.cache = KVCache(model.config, self.rows, DTYPES[precision], device)
         compiled = parameters["compile"] == "yes"
-        self.compiled = CompiledDecode(self.model, cache.keys, cache.values) if compiled else None
+        self.compiled = CompiledDecode(self.model, self.cache.keys, self.cache.values) if compiled else None
 
     def prefill(self, mark: Callable[[str], None]) -> None:
         """The prompts through the model, and their first tokens."""
         with inference(self.modules):
-            if self.many is not None:
-                self._draw(prefill(self.model, self.many, range(self.rows), self.prompts))
-            elif self.alone is not None:
-                self.alone.reset()
-                self._draw(next_logits(self.model, self.prompts[0], self.alone)[None])
+            self._draw(prefill(self.model, self.cache, range(self.rows), self.prompts))
         mark("prefill")
 
     def step(self, mark: Callable[[str], None]) -> None:
         """One more token for every row."""
         with inference(self.modules):
-            if self.many is not None:
-                self._draw(step(self.model, self.many, self.tokens, self.compiled))
-            elif self.alone is not None:
-                self._draw(next_logits(self.model, self.tokens, self.alone, self.compiled)[None])
+            self._draw(step(self.model, self.cache, self.tokens, self.compiled))
         mark("step")
 
     def _draw(self, logits: torch.Tensor) -> None:
