@@ -7,8 +7,7 @@ gradients. The few rows of padding that some vocabularies get are left out.
 
 from math import prod
 
-from groundup.account.ops import attach, cast, keep, record, result, view
-from groundup.account.products import lowered, product
+from groundup.account.ops import attach, cast, keep, lowered, product, record, result, view
 from groundup.account.tape import ITEMSIZE, Tensor
 
 CHUNK_BYTES = 126 << 20

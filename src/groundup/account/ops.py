@@ -3,10 +3,12 @@
 Each function stands for the torch operation of its name and mirrors torch's derivative formula (torch's
 derivatives.yaml and FunctionsManual.cpp) down to its temporaries: C++ frees those at the end of the expression, so
 the backward of a division holds four matrices at once. Where a formula looks wasteful here, torch is. Of two operands,
-torch makes the gradient of the second one first.
+torch makes the gradient of the second one first. A backward function holds shapes and what was kept, never an input:
+that would keep its memory alive.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import prod
 
 from groundup.account.tape import Backward, DType, Node, Saved, Shape, Tensor
 
@@ -33,6 +35,22 @@ def keep(name: str, inputs: Sequence[Tensor], *tensors: Tensor) -> list[Saved]:
     """The tensors, kept for backward where gradients are wanted; else nothing."""
     tape = inputs[0].tape
     return [tape.save(t, name) for t in tensors] if tape.records(*inputs) else []
+
+
+def like(grad: Tensor, name: str, *inputs: Tensor) -> Tensor:
+    """A new tensor in shape and type of `grad`, written by one kernel that reads the inputs."""
+    return result(name, grad.shape, grad.dtype, *inputs)
+
+
+def elementwise(name: str, a: Tensor, b: Tensor) -> Tensor:
+    """A new tensor from two of shapes that go together, without a history."""
+    return result(name, broadcast(a.shape, b.shape), promoted(a, b), a, b)
+
+
+def unary(name: str, x: Tensor, gradient: Callable[[Tensor], Tensor], shape: Shape | None = None) -> Tensor:
+    """One kernel over `x` (the result in another shape); `gradient` takes the result's to that of `x`."""
+    out = result(name, x.shape if shape is None else shape, x.dtype, x)
+    return attach(out, record(name, [x], lambda grad: [gradient(grad)]))
 
 
 def promoted(a: Tensor, b: Tensor) -> DType:
@@ -71,26 +89,18 @@ def viewed(x: Tensor, shape: Shape) -> Tensor:
 
 def split(x: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
     """Pieces along a dimension; backward concatenates their gradients into new memory."""
-    shapes = [(*x.shape[:dim], size, *x.shape[dim + 1 :]) for size in sizes]
-
-    def backward(*grads: Tensor) -> list[Tensor]:
-        return [result("cat", x_shape, dtype, *grads)]
-
-    x_shape, dtype = x.shape, x.dtype
-    node = record("split", [x], backward, len(shapes))
-    return [attach(viewed(x, shape), node, i) for i, shape in enumerate(shapes)]
+    return _parts("split", "cat", x, [(*x.shape[:dim], size, *x.shape[dim + 1 :]) for size in sizes])
 
 
-def unbind_pairs(x: Tensor) -> tuple[Tensor, Tensor]:
+def unbind_pairs(x: Tensor) -> list[Tensor]:
     """Even and odd elements of the last dimension (d_head → 2 × d_head / 2)."""
-    half = (*x.shape[:-1], x.shape[-1] // 2)
+    return _parts("unbind", "stack", x, [(*x.shape[:-1], x.shape[-1] // 2)] * 2)
 
-    def backward(even: Tensor, odd: Tensor) -> list[Tensor]:
-        return [result("stack", x_shape, dtype, even, odd)]
 
+def _parts(name: str, inverse: str, x: Tensor, shapes: list[Shape]) -> list[Tensor]:
     x_shape, dtype = x.shape, x.dtype
-    node = record("unbind", [x], backward, 2)
-    return attach(viewed(x, half), node, 0), attach(viewed(x, half), node, 1)
+    node = record(name, [x], lambda *grads: [result(inverse, x_shape, dtype, *grads)], len(shapes))
+    return [attach(viewed(x, shape), node, i) for i, shape in enumerate(shapes)]
 
 
 # Copies ---------------------------------------------------------------------------------------------------------
@@ -98,24 +108,17 @@ def unbind_pairs(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def clone(x: Tensor, shape: Shape | None = None) -> Tensor:
     """A contiguous copy (in another shape)."""
-
-    def backward(grad: Tensor) -> list[Tensor]:
-        return [viewed(grad, x_shape)]
-
     x_shape = x.shape
-    return attach(result("copy", shape or x.shape, x.dtype, x), record("copy", [x], backward))
+    return unary("copy", x, lambda grad: viewed(grad, x_shape), shape)
 
 
 def cast(x: Tensor, dtype: DType, name: str = "cast") -> Tensor:
     """`x` in another type; itself when it has that type already."""
     if x.dtype == dtype:
         return x
-
-    def backward(grad: Tensor) -> list[Tensor]:
-        return [result(name, grad.shape, before, grad)]
-
     before = x.dtype
-    return attach(result(name, x.shape, dtype, x), record(name, [x], backward))
+    node = record(name, [x], lambda grad: [result(name, grad.shape, before, grad)])
+    return attach(result(name, x.shape, dtype, x), node)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -124,63 +127,41 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 def cat_rows(parts: Sequence[Tensor]) -> Tensor:
     """Matrices below one another; the gradients are row ranges of the whole gradient, views."""
-    shape = (sum(p.shape[0] for p in parts), *parts[0].shape[1:])
-
-    def backward(grad: Tensor) -> list[Tensor]:
-        return [viewed(grad, s) for s in shapes]
-
     shapes = [p.shape for p in parts]
-    return attach(result("cat", shape, parts[0].dtype, *parts), record("cat", parts, backward))
+    out = result("cat", (sum(shape[0] for shape in shapes), *shapes[0][1:]), parts[0].dtype, *parts)
+    return attach(out, record("cat", parts, lambda grad: [viewed(grad, shape) for shape in shapes]))
 
 
 def stack_pairs(even: Tensor, odd: Tensor) -> Tensor:
     """The inverse of `unbind_pairs`, in new memory."""
-    shape = (*even.shape[:-1], 2 * even.shape[-1])
-
-    def backward(grad: Tensor) -> list[Tensor]:
-        return [viewed(grad, half), viewed(grad, half)]
-
     half = even.shape
-    return attach(result("stack", shape, even.dtype, even, odd), record("stack", [even, odd], backward))
+    out = result("stack", (*half[:-1], 2 * half[-1]), even.dtype, even, odd)
+    return attach(out, record("stack", [even, odd], lambda grad: [viewed(grad, half), viewed(grad, half)]))
 
 
 def repeat_heads(x: Tensor, group: int) -> Tensor:
     """Each key or value head `group` times (repeat_interleave over dimension 1); backward sums the group."""
-    batch, heads, seq, d_head = x.shape
-
-    def backward(grad: Tensor) -> list[Tensor]:
-        return [result("sum", (batch, heads, seq, d_head), grad.dtype, grad)]
-
-    return attach(result("copy", (batch, heads * group, seq, d_head), x.dtype, x), record("repeat", [x], backward))
+    x_shape = batch, heads, seq, d_head = x.shape
+    node = record("repeat", [x], lambda grad: [result("sum", x_shape, grad.dtype, grad)])
+    return attach(result("copy", (batch, heads * group, seq, d_head), x.dtype, x), node)
 
 
 # Element-wise ---------------------------------------------------------------------------------------------------
 
 
 def add(a: Tensor, b: Tensor) -> Tensor:
-    def backward(grad: Tensor) -> list[Tensor]:
-        return [grad, grad]
-
-    out = result("add", broadcast(a.shape, b.shape), promoted(a, b), a, b)
-    return attach(out, record("add", [a, b], backward))
+    return attach(elementwise("add", a, b), record("add", [a, b], lambda grad: [grad, grad]))
 
 
 def sub(a: Tensor, b: Tensor) -> Tensor:
-    def backward(grad: Tensor) -> list[Tensor | None]:
-        return [grad, result("neg", grad.shape, grad.dtype, grad) if negated else None]
-
     negated = b.requires_grad
-    out = result("sub", broadcast(a.shape, b.shape), promoted(a, b), a, b)
-    return attach(out, record("sub", [a, b], backward))
+    node = record("sub", [a, b], lambda grad: [grad, like(grad, "neg", grad) if negated else None])
+    return attach(elementwise("sub", a, b), node)
 
 
 def scalar(name: str, x: Tensor) -> Tensor:
     """`x` plus a number ("add") or times one ("mul"): nothing is saved."""
-
-    def backward(grad: Tensor) -> list[Tensor]:
-        return [grad] if name == "add" else [result(name, grad.shape, grad.dtype, grad)]
-
-    return attach(result(name, x.shape, x.dtype, x), record(name, [x], backward))
+    return unary(name, x, lambda grad: grad if name == "add" else like(grad, name, grad))
 
 
 def mul(a: Tensor, b: Tensor) -> Tensor:
@@ -191,15 +172,10 @@ def mul(a: Tensor, b: Tensor) -> Tensor:
     kept_b = tape.save(b, "mul") if recorded and a.requires_grad else None
 
     def backward(grad: Tensor) -> list[Tensor | None]:
-        for_b = _times(grad, kept_a.get()) if kept_a else None
-        return [_times(grad, kept_b.get()) if kept_b else None, for_b]
+        for_b = elementwise("mul", grad, kept_a.get()) if kept_a else None
+        return [elementwise("mul", grad, kept_b.get()) if kept_b else None, for_b]
 
-    out = result("mul", broadcast(a.shape, b.shape), promoted(a, b), a, b)
-    return attach(out, record("mul", [a, b], backward))
-
-
-def _times(a: Tensor, b: Tensor) -> Tensor:
-    return result("mul", broadcast(a.shape, b.shape), promoted(a, b), a, b)
+    return attach(elementwise("mul", a, b), record("mul", [a, b], backward))
 
 
 def div(a: Tensor, b: Tensor) -> Tensor:
@@ -213,86 +189,73 @@ def div(a: Tensor, b: Tensor) -> Tensor:
         assert kept_b is not None
         divisor = kept_b.get()
         for_b = _divisor_gradient(grad, kept_a.get(), divisor) if kept_a else None
-        return [result("div", grad.shape, grad.dtype, grad, divisor), for_b]
+        return [like(grad, "div", grad, divisor), for_b]
 
-    out = result("div", broadcast(a.shape, b.shape), promoted(a, b), a, b)
-    return attach(out, record("div", [a, b], backward))
+    return attach(elementwise("div", a, b), record("div", [a, b], backward))
 
 
 def _divisor_gradient(grad: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    once = result("div", grad.shape, grad.dtype, a, b)
-    twice = result("div", grad.shape, grad.dtype, once, b)
-    return _times(result("neg", grad.shape, grad.dtype, grad), twice)
+    once = like(grad, "div", a, b)
+    twice = like(grad, "div", once, b)
+    return elementwise("mul", like(grad, "neg", grad), twice)
 
 
 def square(x: Tensor) -> Tensor:
     """Keeps x; backward is torch's general power: grad · (2 · x¹)."""
     kept = keep("square", [x], x)
 
-    def backward(grad: Tensor) -> list[Tensor]:
-        power = result("pow", grad.shape, grad.dtype, kept[0].get())
-        doubled = result("mul", grad.shape, grad.dtype, power)
-        return [_times(grad, doubled)]
+    def gradient(grad: Tensor) -> Tensor:
+        power = like(grad, "pow", kept[0].get())
+        doubled = like(grad, "mul", power)
+        return elementwise("mul", grad, doubled)
 
-    return attach(result("square", x.shape, x.dtype, x), record("square", [x], backward))
+    return unary("square", x, gradient)
 
 
 def exp(x: Tensor) -> Tensor:
-    return _keeps_result("exp", x, lambda grad, y: _times(grad, y))
+    return _keeps_result("exp", x, lambda grad, y: elementwise("mul", grad, y))
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    return _keeps_result("sigmoid", x, lambda grad, y: result("sigmoid_backward", grad.shape, grad.dtype, grad, y))
+    return _keeps_result("sigmoid", x, lambda grad, y: like(grad, "sigmoid_backward", grad, y))
 
 
 def relu(x: Tensor) -> Tensor:
-    return _keeps_result("relu", x, lambda grad, y: result("threshold_backward", grad.shape, grad.dtype, grad, y))
+    return _keeps_result("relu", x, lambda grad, y: like(grad, "threshold_backward", grad, y))
 
 
 def soft_cap(x: Tensor) -> Tensor:
     """cap · tanh(x / cap)."""
-
-    def backward(grad: Tensor, y: Tensor) -> Tensor:
-        return result("tanh_backward", grad.shape, grad.dtype, grad, y)
-
-    return scalar("mul", _keeps_result("tanh", scalar("div", x), backward))
+    bent = _keeps_result("tanh", scalar("div", x), lambda grad, y: like(grad, "tanh_backward", grad, y))
+    return scalar("mul", bent)
 
 
 def rsqrt(x: Tensor) -> Tensor:
     """backward: -½ · grad · y³."""
 
-    def backward(grad: Tensor, y: Tensor) -> Tensor:
-        half = result("mul", grad.shape, grad.dtype, grad)
-        return _times(half, result("pow", y.shape, y.dtype, y))
+    def gradient(grad: Tensor, y: Tensor) -> Tensor:
+        half = like(grad, "mul", grad)
+        return elementwise("mul", half, like(y, "pow", y))
 
-    return _keeps_result("rsqrt", x, backward)
+    return _keeps_result("rsqrt", x, gradient)
 
 
-def _keeps_result(name: str, x: Tensor, formula) -> Tensor:
+def _keeps_result(name: str, x: Tensor, gradient: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     out = result(name, x.shape, x.dtype, x)
     kept = keep(name, [x], out)
-    return attach(out, record(name, [x], lambda grad: [formula(grad, kept[0].get())]))
+    return attach(out, record(name, [x], lambda grad: [gradient(grad, kept[0].get())]))
 
 
 def clamp_min(x: Tensor) -> Tensor:
     """Keeps x; backward lets the gradient through where x was above the bound."""
     kept = keep("clamp", [x], x)
-
-    def backward(grad: Tensor) -> list[Tensor]:
-        above = result("ge", grad.shape, "bool", kept[0].get())
-        return [result("where", grad.shape, grad.dtype, above, grad)]
-
-    return attach(result("clamp", x.shape, x.dtype, x), record("clamp", [x], backward))
+    return unary("clamp", x, lambda grad: like(grad, "where", result("ge", grad.shape, "bool", kept[0].get()), grad))
 
 
 def masked_fill(x: Tensor, mask: Tensor) -> Tensor:
     """Keeps the mask."""
     kept = keep("masked_fill", [x], mask)
-
-    def backward(grad: Tensor) -> list[Tensor]:
-        return [result("masked_fill", grad.shape, grad.dtype, grad, kept[0].get())]
-
-    return attach(result("masked_fill", x.shape, x.dtype, x), record("masked_fill", [x], backward))
+    return unary("masked_fill", x, lambda grad: like(grad, "masked_fill", grad, kept[0].get()))
 
 
 # Reductions -----------------------------------------------------------------------------------------------------
@@ -305,22 +268,14 @@ def amax(x: Tensor) -> Tensor:
 
 def sum_to(x: Tensor, shape: Shape) -> Tensor:
     """Sum over the dimensions that `shape` lacks or has as 1; the gradient is a view that repeats."""
-
-    def backward(grad: Tensor) -> list[Tensor]:
-        return [viewed(grad, x_shape)]
-
     x_shape = x.shape
-    return attach(result("sum", shape, x.dtype, x), record("sum", [x], backward))
+    return unary("sum", x, lambda grad: viewed(grad, x_shape), shape)
 
 
 def mean_last(x: Tensor) -> Tensor:
     """Mean over the last dimension, kept as 1; the gradient is divided at full size."""
-
-    def backward(grad: Tensor) -> list[Tensor]:
-        return [result("div", x_shape, grad.dtype, grad)]
-
     x_shape = x.shape
-    return attach(result("mean", (*x.shape[:-1], 1), x.dtype, x), record("mean", [x], backward))
+    return unary("mean", x, lambda grad: result("div", x_shape, grad.dtype, grad), (*x.shape[:-1], 1))
 
 
 def logsumexp(x: Tensor) -> Tensor:
@@ -335,9 +290,9 @@ def logsumexp(x: Tensor) -> Tensor:
 
     def backward(grad: Tensor) -> list[Tensor]:
         logits = kept[0].get()
-        difference = result("sub", logits.shape, logits.dtype, logits, kept[1].get())
-        weight = result("exp", logits.shape, logits.dtype, difference)
-        return [_times(viewed(grad, (*grad.shape, 1)), weight)]
+        difference = like(logits, "sub", logits, kept[1].get())
+        weight = like(logits, "exp", difference)
+        return [elementwise("mul", viewed(grad, (*grad.shape, 1)), weight)]
 
     return attach(out, record("logsumexp", [x], backward))
 
@@ -376,3 +331,56 @@ def gather(x: Tensor, index: Tensor) -> Tensor:
     out = tape.empty(index.shape, x.dtype, "gather")
     tape.launch("gather", (index, out, out))
     return attach(out, record("gather", [x], backward))
+
+
+# Matrix products ------------------------------------------------------------------------------------------------
+
+
+def lowered(x: Tensor) -> Tensor:
+    """A matrix product's operand under autocast."""
+    return cast(x, "bf16", "autocast") if x.tape.autocast else x
+
+
+def product(name: str, a: Tensor, b: Tensor, shape: Shape, sizes: tuple[int, int, int, int]) -> Tensor:
+    """A kernel that multiplies `batch` pairs of (m, k) and (k, n) matrices."""
+    tape = a.tape
+    tape.reserve_workspace()
+    out = tape.empty(shape, a.dtype, name)
+    tape.launch(name, (a, b, out), 2 * prod(sizes), sizes)
+    return out
+
+
+def linear(x: Tensor, weight: Tensor, name: str = "linear") -> Tensor:
+    """x Wᵀ over the last dimension; keeps x and W as multiplied (under autocast: their bf16 copies)."""
+    x, weight = lowered(x), lowered(view(weight, weight.shape))  # Wᵀ: a view, and so is its gradient
+    kept = keep(name, [x, weight], x, weight)
+    rows, d_in, d_out = prod(x.shape[:-1]), weight.shape[1], weight.shape[0]
+
+    def backward(grad: Tensor) -> list[Tensor]:
+        x, weight = kept[0].get(), kept[1].get()
+        for_weight = product(f"{name}.dw", grad, x, weight.shape, (1, d_out, rows, d_in))
+        for_x = product(f"{name}.dx", grad, weight, x.shape, (1, rows, d_out, d_in))
+        return [viewed(for_x, x.shape), for_weight]
+
+    out = product(name, x, weight, (*x.shape[:-1], d_out), (1, rows, d_in, d_out))
+    return attach(out, record(name, [x, weight], backward))
+
+
+def bmm(a: Tensor, b: Tensor, name: str, transposed: bool, gradient_copied: bool = False) -> Tensor:
+    """a b (or a bᵀ where `transposed`) for (batch, heads, rows, columns); keeps both.
+
+    `gradient_copied`: the gradient arrives in an order that must be copied first.
+    """
+    a, b = lowered(a), lowered(b)
+    kept = keep(name, [a, b], a, b)
+    batch, m, k = prod(a.shape[:-2]), a.shape[-2], a.shape[-1]
+    n = b.shape[-2] if transposed else b.shape[-1]
+
+    def backward(grad: Tensor) -> list[Tensor]:
+        a, b = kept[0].get(), kept[1].get()
+        for_b = product(f"{name}.db", grad, a, b.shape, (batch, k, m, n))
+        return [product(f"{name}.da", grad, b, a.shape, (batch, m, n, k)), for_b]
+
+    out = product(name, a, b, (*a.shape[:-1], n), (batch, m, k, n))
+    out = attach(out, record(name, [a, b], backward))
+    return view(out, out.shape, gradient_copied)

@@ -7,6 +7,7 @@ question about the literature: GPT-2's published sizes have no gate, and both co
 """
 
 from dataclasses import replace
+from math import prod
 
 from groundup.config import ModelConfig
 
@@ -23,29 +24,29 @@ def parameters(config: ModelConfig) -> dict[str, int]:
     saves), non_embedding (total − embeddings − head, what scaling laws count), matrix (those that multiply every
     token: N of 6·N·D), total.
     """
-    d, layers = config.d_model, config.n_layers
-    gains = 2 * d * (config.norm != "none") + 2 * config.d_head * config.qk_norm  # of a block
-    final = d * (config.norm == "pre")
-    d_q, d_kv = config.n_heads * config.d_head, config.n_kv_heads * config.d_head
-    table = {
-        "embeddings": config.vocab_size * d,
-        "attention.q": layers * d * d_q,
-        "attention.k": layers * d * d_kv,
-        "attention.v": layers * d * d_kv,
-        "attention.output": layers * d_q * d,
-        "ffn": layers * (3 if config.gated else 2) * d * config.d_ff,
-        "norms": layers * gains + final,
-        "head": 0 if config.tie_embeddings else config.vocab_size * d,
-    }
-    total = sum(table.values())
+    attention = [f"attention.{part}" for part in ("q", "k", "v", "output")]
+    table = dict.fromkeys(["embeddings", *attention, "ffn", "norms", "head"], 0)
+    layer = 0
+    for name, shape in parameter_shapes(config).items():
+        table[_component(name)] += prod(shape)
+        layer += prod(shape) if name.startswith("layers.0.") else 0
+    total, logits = sum(table.values()), config.vocab_size * config.d_model
     inside = total - table["embeddings"] - table["head"]
     return table | {
-        "layer": (inside - final) // layers,
-        "tied": config.vocab_size * d if config.tie_embeddings else 0,
+        "layer": layer,
+        "tied": logits if config.tie_embeddings else 0,
         "non_embedding": inside,
-        "matrix": inside - table["norms"] + config.vocab_size * d,
+        "matrix": inside - table["norms"] + logits,
         "total": total,
     }
+
+
+def _component(name: str) -> str:
+    """The key of `parameters` that a parameter's state-dict name counts under."""
+    *_, room, part, _ = ("", *name.split("."))
+    if part.endswith("_proj"):
+        return f"attention.{part.removesuffix('_proj')}"
+    return "ffn" if room == "ffn" else {"token_embeddings": "embeddings", "lm_head": "head"}.get(part, "norms")
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from groundup.account import fused, ops, products
+from groundup.account import fused, ops
 from groundup.account.params import parameter_shapes
 from groundup.account.tape import ITEMSIZE, Kernel, Tape, Tensor
 from groundup.config import ModelConfig
@@ -98,16 +98,16 @@ def _norm(model: Model, name: str, x: Tensor) -> Tensor:
 
 def _feed_forward(model: Model, name: str, x: Tensor) -> Tensor:
     with x.tape.inside("ffn"):
-        return products.linear(_hidden(model, name, x), model[f"{name}.w2.weight"], "w2")
+        return ops.linear(_hidden(model, name, x), model[f"{name}.w2.weight"], "w2")
 
 
 def _hidden(model: Model, name: str, x: Tensor) -> Tensor:
     gated, w1 = model.config.gated, model[f"{name}.w1.weight"]
     if gated and model.setting.kernels == "triton" and x.tape.records(x, w1):
-        return fused.swiglu(products.linear(x, ops.cat_rows([w1, model[f"{name}.w3.weight"]]), "w13"))
-    up = products.linear(x, w1, "w1")
+        return fused.swiglu(ops.linear(x, ops.cat_rows([w1, model[f"{name}.w3.weight"]]), "w13"))
+    up = ops.linear(x, w1, "w1")
     if gated:
-        return ops.mul(_silu(up), products.linear(x, model[f"{name}.w3.weight"], "w3"))
+        return ops.mul(_silu(up), ops.linear(x, model[f"{name}.w3.weight"], "w3"))
     return _silu(up) if model.config.ffn == "silu" else ops.square(ops.relu(up))
 
 
@@ -123,7 +123,7 @@ def _attention(model: Model, name: str, x: Tensor, mask: Tensor | None, rotation
             qkv = _joined(model, name, x)
             qkv = ops.view(qkv, (*x.shape[:2], config.n_heads + 2 * config.n_kv_heads, config.d_head))
             together = ops.view(fused.rotary_attention(qkv, config.n_heads, turned=bool(rotation)), x.shape)
-            return products.linear(together, model[f"{name}.output_proj.weight"], "output")
+            return ops.linear(together, model[f"{name}.output_proj.weight"], "output")
         q, k, v = _project(model, name, x, joined=mask is not None or as_one)
         q, k = _norm(model, f"{name}.q_norm", q), _norm(model, f"{name}.k_norm", k)
         if rotation and model.setting.kernels == "triton":
@@ -136,7 +136,7 @@ def _attention(model: Model, name: str, x: Tensor, mask: Tensor | None, rotation
         shape = (batch, seq, n_heads * d_head)
         in_place = mask is None or n_heads == 1 or seq == 1
         together = ops.view(heads, shape) if in_place else ops.clone(heads, shape)
-        return products.linear(together, model[f"{name}.output_proj.weight"], "output")
+        return ops.linear(together, model[f"{name}.output_proj.weight"], "output")
 
 
 def _plain(config: ModelConfig, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, turned: bool) -> Tensor:
@@ -149,13 +149,13 @@ def _plain(config: ModelConfig, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, t
     scaled = ops.scalar("div", q)
     copied = scattered and not turned
     in_order = ops.clone(scaled) if copied else scaled, ops.clone(k) if copied and not grouped else k
-    scores = products.bmm(*in_order, "scores", transposed=True)
+    scores = ops.bmm(*in_order, "scores", transposed=True)
     del scaled, in_order
     scores = ops.soft_cap(scores) if config.attention_softcap else scores
     scores = ops.masked_fill(scores, ops.result("not", mask.shape, "bool", mask))
     weights = _softmax(scores)
     v = ops.clone(v) if scattered and not grouped else v
-    return products.bmm(weights, v, "values", transposed=False, gradient_copied=scattered)
+    return ops.bmm(weights, v, "values", transposed=False, gradient_copied=scattered)
 
 
 def _scattered(x: Tensor) -> bool:
@@ -169,7 +169,7 @@ def _project(model: Model, name: str, x: Tensor, joined: bool) -> list[Tensor]:
     sizes = [config.n_heads, config.n_kv_heads, config.n_kv_heads]
     weights = [model[f"{name}.{part}_proj.weight"] for part in "qkv"]
     if not joined:
-        out = [products.linear(x, weight, part) for weight, part in zip(weights, "qkv", strict=True)]
+        out = [ops.linear(x, weight, part) for weight, part in zip(weights, "qkv", strict=True)]
         return [ops.view(t, (batch, n, seq, config.d_head)) for t, n in zip(out, sizes, strict=True)]
     together = _joined(model, name, x)
     return ops.split(ops.view(together, (batch, sum(sizes), seq, config.d_head), gradient_copied=True), sizes, 1)
@@ -177,7 +177,7 @@ def _project(model: Model, name: str, x: Tensor, joined: bool) -> list[Tensor]:
 
 def _joined(model: Model, name: str, x: Tensor) -> Tensor:
     """q, k and v from one product: (batch, seq, all heads · d_head)."""
-    return products.linear(x, ops.cat_rows([model[f"{name}.{part}_proj.weight"] for part in "qkv"]), "qkv")
+    return ops.linear(x, ops.cat_rows([model[f"{name}.{part}_proj.weight"] for part in "qkv"]), "qkv")
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ def _head(model: Model, x: Tensor, targets: Tensor | None) -> Tensor:
         with x.tape.inside("loss"):
             return fused.linear_cross_entropy(x, weight)
     with x.tape.inside("lm_head"):
-        logits = products.linear(x, weight, "logits")
+        logits = ops.linear(x, weight, "logits")
         if config.logit_softcap:
             logits = ops.soft_cap(ops.at_least_float32(logits))
     if targets is None:
