@@ -12,12 +12,11 @@ import argparse
 import json
 import lzma
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -115,20 +114,14 @@ def summary(rows: list[dict]) -> list[str]:
     return lines
 
 
-def environment() -> dict:
-    def of(package: str) -> str | None:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return None
+def stamp() -> dict:
+    """What every benchmark is stamped with, the number of cores and the peers' versions."""
+    import torch
 
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "cpu": names[0].split(":", 1)[1].strip() if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        **{name: of(name) for name in ("groundup", "gigabpe", "gigatoken", "tokenizers", "tiktoken")},
-    }
+    from groundup.bench.environment import environment
+
+    peers = {name: version(name) for name in ("gigabpe", "gigatoken", "tokenizers", "tiktoken") if find_spec(name)}
+    return {**environment(torch.device("cpu")), "cores": os.cpu_count(), **peers}
 
 
 def main() -> None:
@@ -159,9 +152,7 @@ def main() -> None:
     for row in rows:
         row["bytes"] = Path(row.pop("path")).stat().st_size
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(
-        json.dumps({"environment": environment(), "repeats": args.repeats, "rows": rows}, indent=1) + "\n"
-    )
+    args.out.write_text(json.dumps({"environment": stamp(), "repeats": args.repeats, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
