@@ -1,14 +1,11 @@
 """One-dimensional `.npy` files: written while their length is unknown, and read without filling memory.
 
-Writing: the header has a fixed size and is written again at the end with the final shape. It is numpy's version 1
-header (numpy.lib.format), so numpy.load reads the file.
+Writing: the header (numpy.lib.format, version 1) has a fixed size and is written again at the end with the final shape.
 
-Reading: a memory map. Training touches the whole file within an epoch, and though mapped pages belong to the page
-cache and can be reclaimed at any time, they count as the process's resident memory: the number grows to the size of
-the file and users (and some job schedulers) take it for a leak and kill the job. `release_pages` unmaps what a batch
-touched after it was copied (madvise MADV_DONTNEED); the page cache keeps the data, so reading it again costs a minor
-fault. Cost: about a microsecond a window. Rejected: opening the map anew for every batch (the usual patch: it needs
-the path where only the array is at hand), and reads through pread (the array's slices would no longer be arrays).
+Reading: a memory map. Its pages can be reclaimed at any time, yet they count as the process's resident memory, which
+within an epoch grows to the size of the file: some job schedulers then kill the job. `release_pages` unmaps what a
+batch touched (madvise MADV_DONTNEED); the page cache keeps the data, so reading it again costs a minor fault. Cost:
+about a microsecond a window. Rejected: a new map for every batch (it needs the path where only the array is at hand).
 """
 
 import hashlib

@@ -2,15 +2,13 @@
 
 Swap-or-not (Hoang, Morris, Rogaway, "An enciphering scheme based on a card shuffle", CRYPTO 2012). A round pairs
 index x with K - x mod n, K drawn from the key, and a hash of the pair's larger member says whether the two change
-places; both members come to the same answer, so a round is a permutation, and so is any number of rounds. An index
-stays unmoved through all rounds with probability 2^-rounds.
+places; both come to the same answer, so a round is a permutation, and so is any number of them.
 
-Cost: O(rounds) an index, vectorised over the indices: about a millisecond for 512 of them. No memory beyond that, so
-the order of 10^12 windows needs no table, and any position of it can be asked for at once. 32 rounds: from 24 on, the
-orders of up to six windows and the places of pairs of windows are uniform as far as a chi-squared test can tell.
-Rejected: np.random.permutation (8 bytes a window, rebuilt on resume, and numpy does not promise the same
-stream in its next version); a Feistel network (needs a power of four, so up to four walks an index, and is far from
-uniform for the handful of windows of a small file); a multiplier coprime to n (its order is visibly regular).
+Cost: O(rounds) an index, about a millisecond for 512, and no table however many windows there are. 32 rounds: from 24
+on, the orders of up to six windows and the places of pairs are uniform as far as a chi-squared test can tell.
+Rejected: np.random.permutation (8 bytes a window, and numpy does not promise the same stream in its next version);
+a Feistel network (far from uniform for the handful of windows of a small file); a multiplier coprime to n (its order
+is visibly regular).
 
 Hash: the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), wrapping uint64 arithmetic.
 """
