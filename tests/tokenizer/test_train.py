@@ -103,6 +103,15 @@ def test_special_tokens_never_enter_merges(tmp_path):
     assert list(tokenizer.special_tokens.values()) == [260, 261, 262, 263, 264]
 
 
+def test_warnings_point_at_the_line_that_trains(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a\xff"}')
+    with pytest.warns(UserWarning, match="fewer than asked") as few:
+        Tokenizer.train_from_texts(["aaa"], 300)
+    with pytest.warns(UserWarning, match="were read as U") as replaced:
+        Tokenizer.train([tmp_path / "a.jsonl"], 256, errors="replace")
+    assert few[0].filename == replaced[0].filename == __file__
+
+
 def test_too_little_text_trains_what_exists_and_says_so(tmp_path):
     with pytest.warns(
         UserWarning, match="yields 2 merges, 42 fewer than asked: the vocabulary has 258 tokens instead of 300"

@@ -25,7 +25,6 @@ from groundup.tokenizer.sources import text_files
 from groundup.tokenizer.tokenizer import Tokenizer
 
 SAMPLE_SECONDS = 0.005
-MIB = 1 << 20
 
 
 def anonymous_bytes() -> int:

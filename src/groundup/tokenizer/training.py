@@ -179,7 +179,7 @@ def find_merges(counter: _core.WordCounter, wanted: int, options: Options) -> Me
     except ValueError as error:
         raise UserError(f"{error}: train on less text, or prune") from error
     _, _, replaced, dropped = counter.totals()
-    level = 5  # the caller of Tokenizer.train
+    level = 4  # the caller of Tokenizer.train
     if replaced:
         warnings.warn(f"{replaced} invalid UTF-8 sequences were read as U+FFFD", stacklevel=level)
     if dropped:
