@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from groundup.optim import AdamW
+from groundup.optim import AdamW, clip_grad_norm
+from groundup.optim.clip import clip_factor
 
 FLAGS = [False, True, False, True, True, False]
 
@@ -58,3 +59,28 @@ def test_what_the_kernel_does_not_take_asks_the_host():
         optimizer.step_unless(torch.tensor(skip))
         assert torch.equal(weight, before) == skip
     assert optimizer.state_dict()["state"][0]["step"] == 1
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_a_factor_is_as_if_the_gradients_had_been_clipped(kind: torch.dtype, contiguous: bool):
+    """Large gradients are clipped, small ones are not; without a factor nothing is. bf16: rounding them is spared."""
+    ours, theirs = model(kind), model(kind)
+    by_factor, plainly = AdamW(ours, lr=0.1), AdamW(theirs, lr=0.1)
+    generator = torch.Generator().manual_seed(1)
+    for scale, clips in ((10.0, True), (1e-3, True), (10.0, False), (5.0, True)):
+        for a, b in zip(ours, theirs, strict=True):
+            grad = torch.randn(b.shape, generator=generator) * scale
+            b.grad = grad.to(kind)
+            a.grad = b.grad.clone() if contiguous or b.ndim == 1 else b.grad.T.clone().T
+        if clips:
+            by_factor.factor = clip_factor(clip_grad_norm(ours, 0.0), 0.5)
+            clip_grad_norm(theirs, 0.5)
+        by_factor.step_unless(torch.tensor(False))
+        plainly.step()
+        assert by_factor.factor is None
+        for a, b in zip(ours, theirs, strict=True):
+            for name in ("exp_avg", "exp_avg_sq"):
+                tolerance = 0 if kind == torch.float32 and contiguous else 2**-7
+                found, expected = by_factor.state[a][name], plainly.state[b][name]
+                torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * expected.abs().max())

@@ -110,9 +110,17 @@ def test_the_loss_of_a_row_loads_wide(padded: bool, softcap: bool):
 def test_adamw_moves_vectors(asked: bool):
     from groundup.kernels.adamw_triton import adamw_kernel
 
-    pointers = {"TABLE": "*i64", "OF_TENSOR": "*i32", "START": "*i64", "SIZES": "*i64", "SKIP": "*u8"}
+    pointers = {
+        "TABLE": "*i64",
+        "OF_TENSOR": "*i32",
+        "START": "*i64",
+        "SIZES": "*i64",
+        "SKIP": "*u8",
+        "FACTOR": "*fp32",
+    }
     types = dict.fromkeys(adamw_kernel.arg_names, "fp32") | pointers
     constants = {"BLOCK": 2048, "BF16_GRADIENTS": False, "COPIES": False, "ALIGNED": True, "ASKED": asked}
+    constants |= {"SCALED": asked}
     report = compile_kernel(adamw_kernel, types, constants, num_warps=4)
     assert report.spills == 0
     assert report.ptx.count("ld.global.v4") >= 16

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from groundup.optim import AdamW, clip_grad_norm, cosine_lr, parameter_groups
-from groundup.optim.adamw import adamw_update, adamw_update_many
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -33,21 +32,6 @@ def test_adamw_equals_torch_over_a_hundred_steps(weight_decay: float):
         b.step()
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
-
-
-def test_the_list_form_equals_the_readable_form():
-    one, many = parameters(), parameters()
-    generator = torch.Generator().manual_seed(2)
-    grads = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in one]
-    moments = [[torch.rand(p.shape, generator=generator, dtype=p.dtype) for p in one] for _ in range(2)]
-    copies = [[m.clone() for m in ms] for ms in moments]
-    settings = (3, 1e-2, (0.9, 0.99), 1e-8, 0.1)
-    with torch.no_grad():
-        for p, g, m, v in zip(one, grads, *moments, strict=True):
-            adamw_update(p, g, m, v, *settings)
-        adamw_update_many(list(many), grads, *copies, *settings)
-    for p, q in zip(one, many, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
 
 
 def test_adamw_state_survives_a_round_trip():

@@ -33,12 +33,14 @@ def adamw_step(
     weight_decay: float,
     copies: Sequence[Tensor] = (),
     skip: Tensor | None = None,
+    factor: Tensor | None = None,
 ) -> None:
     """Step number `step` (from 1) of AdamW (Loshchilov & Hutter 2019, algorithm 2), in place.
 
     weights, exp_avg, exp_avg_sq: float32; gradients: float32 or bfloat16, all alike. `copies`: bfloat16 tensors that
     receive the new weights, rounded (the weights are then their masters). All contiguous, on one device. `skip`: a bool
-    scalar there; where it is set, nothing changes. Raises UserError where no kernel can run.
+    scalar there; where it is set, nothing changes. `factor`: a scalar by which the gradients are multiplied as they are
+    read, for clipping. Raises UserError where no kernel can run.
     """
     if not weights:
         return
@@ -63,10 +65,11 @@ def adamw_step(
     with on_device_of(weights[0]):
         launch(adamw_kernel, len(of_tensor),
             table, of_tensor, start, sizes, table if skip is None else skip.view(torch.uint8),
+            table if factor is None else factor.to(device, torch.float32),
             1 - lr * weight_decay, beta1, beta2, eps,
             (1 - beta2**step) ** -0.5, lr / (1 - beta1**step),
             BLOCK=BLOCK, BF16_GRADIENTS=gradients[0].dtype == torch.bfloat16, COPIES=bool(copies), ALIGNED=aligned,
-            ASKED=skip is not None,
+            ASKED=skip is not None, SCALED=factor is not None,
         )  # fmt: skip
 
 

@@ -34,11 +34,11 @@ def write(POINTER, i, size, x, WHOLE: tl.constexpr):
 
 @triton.jit
 def update(
-    WEIGHT, GRADIENT, FIRST, SECOND, COPY, i, size, decay, beta1, beta2, eps, unbias, step_size,
+    WEIGHT, GRADIENT, FIRST, SECOND, COPY, i, size, factor, decay, beta1, beta2, eps, unbias, step_size,
     COPIES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 2 for one block."""
-    gradient = read(GRADIENT, i, size, WHOLE)
+    gradient = read(GRADIENT, i, size, WHOLE) * factor
     first = read(FIRST, i, size, WHOLE)
     second = read(SECOND, i, size, WHOLE) * beta2 + gradient * gradient * (1 - beta2)
     first = first + (gradient - first) * (1 - beta1)
@@ -52,11 +52,12 @@ def update(
 
 @triton.jit(do_not_specialize=["decay", "beta1", "beta2", "eps", "unbias", "step_size"])
 def adamw_kernel(
-    TABLE, OF_TENSOR, START, SIZES, SKIP, decay, beta1, beta2, eps, unbias, step_size,
+    TABLE, OF_TENSOR, START, SIZES, SKIP, FACTOR, decay, beta1, beta2, eps, unbias, step_size,
     BLOCK: tl.constexpr, BF16_GRADIENTS: tl.constexpr, COPIES: tl.constexpr, ALIGNED: tl.constexpr,
-    ASKED: tl.constexpr,
+    ASKED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Rows of TABLE: addresses of weight, gradient, first and second moment, copy. ASKED: nothing moves if SKIP is set.
+    SCALED: gradients are multiplied by FACTOR.
 
     decay = 1 - lr · weight_decay, unbias = 1 / √(1 - β₂ᵗ), step_size = lr / (1 - β₁ᵗ).
     """
@@ -65,6 +66,9 @@ def adamw_kernel(
     size = tl.load(SIZES + tensor)
     if ASKED:
         size = tl.where(tl.load(SKIP) != 0, 0, size)
+    factor = 1.0
+    if SCALED:
+        factor = tl.load(FACTOR)
     i = start + tl.arange(0, BLOCK)
     row = tensor * 5
     WEIGHT = tensor_at(TABLE, row, tl.float32, ALIGNED)
@@ -74,9 +78,11 @@ def adamw_kernel(
     COPY = tensor_at(TABLE, row + 4, tl.bfloat16 if COPIES else tl.float32, ALIGNED)
     if start + BLOCK <= size:
         update(
-            WEIGHT, GRADIENT, FIRST, SECOND, COPY, i, size, decay, beta1, beta2, eps, unbias, step_size, COPIES, True
-        )
+            WEIGHT, GRADIENT, FIRST, SECOND, COPY, i, size, factor, decay, beta1, beta2, eps, unbias, step_size,
+            COPIES, True,
+        )  # fmt: skip
     else:
         update(
-            WEIGHT, GRADIENT, FIRST, SECOND, COPY, i, size, decay, beta1, beta2, eps, unbias, step_size, COPIES, False
-        )
+            WEIGHT, GRADIENT, FIRST, SECOND, COPY, i, size, factor, decay, beta1, beta2, eps, unbias, step_size,
+            COPIES, False,
+        )  # fmt: skip

@@ -36,29 +36,6 @@ def adamw_update(
     p.addcdiv_(exp_avg, root, value=-lr / (1 - beta1**step))
 
 
-def adamw_update_many(
-    p: list[Tensor],
-    grad: list[Tensor],
-    exp_avg: list[Tensor],
-    exp_avg_sq: list[Tensor],
-    step: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> None:
-    """The same for many parameters, for what the kernel does not take: one launch a line of the algorithm."""
-    beta1, beta2 = betas
-    torch._foreach_mul_(p, 1 - lr * weight_decay)
-    torch._foreach_lerp_(exp_avg, grad, 1 - beta1)
-    torch._foreach_mul_(exp_avg_sq, beta2)
-    torch._foreach_addcmul_(exp_avg_sq, grad, grad, value=1 - beta2)
-    root = torch._foreach_sqrt(exp_avg_sq)
-    torch._foreach_div_(root, sqrt(1 - beta2**step))
-    torch._foreach_add_(root, eps)
-    torch._foreach_addcdiv_(p, exp_avg, root, value=-lr / (1 - beta1**step))
-
-
 class AdamW(Optimizer):
     """AdamW over parameters or parameter groups; equal to torch.optim.AdamW. bf16 parameters: see base.py."""
 
@@ -83,7 +60,7 @@ class AdamW(Optimizer):
     def update(
         self, columns: list[list[Tensor]], step: int, group: dict[str, Any], copies: Sequence[Tensor] = ()
     ) -> None:
-        adamw_step(columns, step, group, copies, self.flag)
+        adamw_step(columns, step, group, copies, self.flag, self.factor)
 
     def heeds_flag(self) -> bool:
         params = [p for group in self.param_groups for p in group["params"]]
@@ -98,26 +75,27 @@ def adamw_step(
     group: dict[str, Any],
     copies: Sequence[Tensor] = (),
     flag: Tensor | None = None,
+    factor: Tensor | None = None,
 ) -> None:
     """Step `step` of a group: columns are weights, gradients, exp_avg, exp_avg_sq. The back-end is chosen here.
 
-    copies: bf16 tensors that receive the new weights, rounded. flag: nothing changes where it is set.
+    copies: bf16 tensors that receive the new weights, rounded. flag: nothing changes where it is set. factor: of the
+    gradients.
     """
     settings = (group["lr"], group["betas"], group["eps"], group["weight_decay"])
     # A shard of FSDP2's (a DTensor) is moved like any tensor: every element by itself.
     columns, copies = [[own_part(x) for x in column] for column in columns], [own_part(x) for x in copies]
     p, grad, exp_avg, exp_avg_sq = columns
     if runs_triton(p[0]) and _suits_kernel(columns, copies):
-        adamw_kernel(p, grad, exp_avg, exp_avg_sq, step, *settings, copies, flag)
+        adamw_kernel(p, grad, exp_avg, exp_avg_sq, step, *settings, copies, flag, factor)
         return
     if flag is not None and flag.item():
         return
     grad = [g.to(weight.dtype) for g, weight in zip(grad, p, strict=True)]
-    if p[0].is_cuda:
-        adamw_update_many(p, grad, exp_avg, exp_avg_sq, step, *settings)
-    else:
-        for tensors in zip(p, grad, exp_avg, exp_avg_sq, strict=True):
-            adamw_update(*tensors, step, *settings)
+    if factor is not None:
+        grad = torch._foreach_mul(grad, factor)
+    for tensors in zip(p, grad, exp_avg, exp_avg_sq, strict=True):
+        adamw_update(*tensors, step, *settings)
     if copies:
         torch._foreach_copy_(copies, p)
 

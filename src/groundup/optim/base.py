@@ -33,6 +33,8 @@ class Optimizer(torch.optim.Optimizer):
         self.master_weights, self.seed = master_weights, seed
         self.flag: Tensor | None = None
         """What `update` must heed on the device, while step_unless runs."""
+        self.factor: Tensor | None = None
+        """A scalar on the device that the next step multiplies the gradients by, if `heeds_flag`."""
         self._counted: list[dict[str, Any]] = []
         """States whose step the newest call has counted."""
         self._unknown: tuple[Tensor, Any] | None = None
@@ -53,7 +55,7 @@ class Optimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def heeds_flag(self) -> bool:
-        """Whether `update` can leave a step out on the device, by `flag`."""
+        """Whether `update` heeds `flag`, by which it leaves a step out on the device, and `factor`."""
         return False
 
     def step_unless(self, skip: Tensor) -> None:
@@ -117,6 +119,7 @@ class Optimizer(torch.optim.Optimizer):
                     if MASTER not in self.state[p]:
                         self._update_by_chance(p, step, group, index)
                 place += len(narrow)
+        self.factor = None
         return loss
 
     def _gradients_and_moments(self, params: list[Tensor], group: dict[str, Any]) -> list[list[Tensor]]:

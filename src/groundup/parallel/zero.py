@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from groundup.optim import AdamW
+from groundup.optim.clip import clip_factor, total_norm
 from groundup.parallel.ddp import MB, HookedDDP, partition
 from groundup.parallel.flat import Line, cut_state, gathered_state
 from groundup.parallel.optimizer import DistributedOptimizer, load_pieces
@@ -243,22 +244,14 @@ class ShardedDDP(HookedDDP):
 
 
 @torch.no_grad()
-def clip_shards(
-    pieces: Iterable[Tensor], replicated: Iterable[Tensor], max_norm: float, group: Any = None, eps: float = 1e-6
-) -> Tensor:
+def clip_shards(pieces: Sequence[Tensor], replicated: Sequence[Tensor], max_norm: float, group: Any = None) -> Tensor:
     """As optim.clip_grad_norm, where each rank holds its own `pieces` and all hold the same `replicated`."""
     grads = [p.grad for p in pieces if p.grad is not None and p.grad.numel()]
     shared = [p.grad for p in replicated if p.grad is not None]
-    device = next((g.device for g in [*grads, *shared]), None)
-    if device is None:
-        device = next((p.device for p in [*pieces, *replicated]), torch.device("cpu"))
-    square = torch.zeros((), device=device)
-    if grads:
-        square = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads))).square().to(torch.float32)
+    device = next((t.device for t in (*grads, *shared, *pieces, *replicated)), torch.device("cpu"))
+    square = total_norm(grads, device).square().to(torch.float32)
     dist.all_reduce(square, group=group)
-    if shared:
-        square = square + torch.linalg.vector_norm(torch.stack(torch._foreach_norm(shared))).square()
-    norm = square.sqrt()
+    norm = (square + total_norm(shared, device).square()).sqrt()
     if max_norm and (grads or shared):
-        torch._foreach_mul_([*grads, *shared], (max_norm / (norm + eps)).clamp(max=1.0))
+        torch._foreach_mul_([*grads, *shared], clip_factor(norm, max_norm))
     return norm
