@@ -232,6 +232,3 @@ def hopper_speed():
     for shape in SHAPES:
         attempt(str(shape), speed_case, shape, both)
     attempt("full", speed_case, (4, 16, 4096, 128), both, False)
-
-
-# --- memory-bound kernels ----------------------------------------------------------------------------------------

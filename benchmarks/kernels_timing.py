@@ -95,9 +95,6 @@ def errors(ours, truth) -> tuple[float, float, float]:
     return d.abs().max().item(), d.abs().mean().item(), (d.norm() / truth.norm().clamp(min=1e-30)).item()
 
 
-# --- attention ---------------------------------------------------------------------------------------------------
-
-
 def race(name, functions, leaves_of, d_out_of, forward_bytes, backward_bytes) -> None:
     """Forward and backward of each function on three sets of inputs, by graph replay."""
     import torch
