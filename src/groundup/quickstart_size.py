@@ -19,7 +19,7 @@ import torch
 from groundup.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
 from groundup.model import TransformerLM, count_parameters
 from groundup.optim import AdamW, clip_grad_norm, parameter_groups
-from groundup.train.device import autocast, choose_precision, set_matmul_precision
+from groundup.train.device import autocast, choose_precision, matmul_precision_kept, set_matmul_precision
 
 TOKENS_PER_PARAMETER = 0.4
 EPOCHS = 5
@@ -57,6 +57,7 @@ LADDER = (
 )
 
 
+@matmul_precision_kept()
 def choose(n_tokens: int, vocab_size: int, seconds: float, device: torch.device) -> RunConfig:
     """The run (resolved, without data.path) for `n_tokens` training tokens and `seconds`, the choosing included."""
     start = time.perf_counter()

@@ -255,7 +255,7 @@ def run_cells(cells: list[tuple[str, str]], catch: bool = True) -> dict[tuple[st
 def worker(cells: list[tuple[str, str]], checks: list[str], catch: bool = True) -> dict[Any, str]:
     """One rank: the cells of the grid, then the checks of contracts.py."""
     torch.set_num_threads(1)
-    connect(this_world(), torch.device("cpu"), timeout=60)
+    connect(this_world(), torch.device("cpu"), timeout=240)
     results = run_cells(cells, catch) | contracts.run_checks(checks)
     disconnect()
     return results

@@ -63,7 +63,7 @@ def train_all(tokens: Path, out: Path, engines: list[str], pairs: Sequence[tuple
     """Train with each engine; then load and save for each pair, into out/again."""
     torch.set_num_threads(1)
     world = this_world()
-    connect(world, torch.device("cpu"), timeout=60)
+    connect(world, torch.device("cpu"), timeout=240)
     for engine in engines:
         assert not train(config(tokens, engine), out / engine).interrupted
     take_over(world, out, out / "again", pairs)
@@ -75,7 +75,7 @@ def reload_all(out: Path, again: Path, pairs: Sequence[tuple[str, str]]) -> None
     torch.set_num_threads(1)
     world = this_world()
     if world.size > 1:
-        connect(world, torch.device("cpu"), timeout=60)
+        connect(world, torch.device("cpu"), timeout=240)
     take_over(world, out, again, pairs)
     disconnect()
 
@@ -102,7 +102,7 @@ def with_shards(tokens: Path, out: Path, pairs: Sequence[tuple[str, str]]) -> No
     """All that test_shards.py asks of one process group of two, which ends when rank 1 is killed while it saves."""
     torch.set_num_threads(1)
     world = this_world()
-    connect(world, torch.device("cpu"), timeout=60)
+    connect(world, torch.device("cpu"), timeout=240)
     for engine in ("torch-fsdp2", "dcp"):
         assert not train(config(tokens, engine), out / engine).interrupted
     take_over(world, out, out / "again", pairs)

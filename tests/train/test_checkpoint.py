@@ -1,7 +1,6 @@
 """Checkpoints: damaged ones are skipped, full disks lose nothing, what does not fit is named."""
 
 import errno
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -10,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from tiny_runs import Crash, Recorder, crash, read_metrics, tiny_config, write_tokens
+from safetensors.torch import load_file
+from tiny_runs import Crash, Recorder, crash, drop_a_moment, read_metrics, tiny_config, write_tokens
 
 from groundup.config import dump_toml
 from groundup.errors import UserError
@@ -85,6 +84,17 @@ def test_a_damaged_checkpoint_is_skipped(kind: str, crashed: Path, tokens: Path,
     assert reason in skipped[0]
     assert watcher.plans[0].first_step == 4
     assert read_metrics(crashed) == read_metrics(whole)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_left_as_it_is(crashed: Path, tokens: Path):
+    for step in (3, 6):
+        flip(crashed / "checkpoints" / f"step-0000000{step}")
+    before = {path: path.read_bytes() for path in crashed.rglob("*") if path.is_file()}
+    watcher = Recorder()
+    with pytest.raises(UserError, match=r"none of the checkpoints in .* is complete \(of the steps 3, 6\); nothing"):
+        train(tiny_config(tokens), crashed, resume=True, progress=watcher)
+    assert sum("does not match its checksum" in note for note in watcher.notes) == 2
+    assert {path: path.read_bytes() for path in crashed.rglob("*") if path.is_file()} == before
 
 
 def test_keep_last_does_not_count_a_damaged_later_checkpoint(crashed: Path, tokens: Path):
@@ -251,14 +261,6 @@ def test_load_run_takes_the_newest_or_the_step_asked_for(whole: Path, tokens: Pa
 
 def test_an_optimizer_file_with_a_gap_is_named(crashed: Path, tokens: Path):
     """Consistent checksums, but one moment is missing: never start it from zero silently."""
-    from groundup.train.checkpoint import _size_and_checksum
-
-    path = crashed / "checkpoints" / "step-00000006"
-    moments = load_file(path / OPTIMIZER)
-    del moments["exp_avg.ln_final.weight"]
-    save_file(moments, path / OPTIMIZER)
-    state = json.loads((path / STATE).read_text())
-    state["files"][OPTIMIZER] = _size_and_checksum(path / OPTIMIZER)
-    (path / STATE).write_text(json.dumps(state))
+    drop_a_moment(crashed / "checkpoints" / "step-00000006", "exp_avg.ln_final.weight")
     with pytest.raises(UserError, match=r"it has no exp_avg\.ln_final\.weight"):
         train(tiny_config(tokens), crashed, resume=True)

@@ -107,6 +107,26 @@ def test_a_kill_anywhere_changes_nothing(kill_at: int, tokens: Path, tmp_path: P
 
 
 @pytest.mark.usefixtures("scripted")
+def test_a_kill_between_the_save_of_the_best_and_its_row_counts_no_evaluation_twice(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def killed(directory: Path, step: int) -> None:
+        if step == 7:
+            raise Crash
+        mark_best(directory, step)
+
+    fields = {"early_stopping": 3, "save_every": 4}
+    with monkeypatch.context() as patch:
+        patch.setattr("groundup.train.loop.mark_best", killed)
+        with pytest.raises(Crash):
+            go(tokens, tmp_path / "run", **fields)
+    assert checkpoint_steps(tmp_path / "run" / "checkpoints")[-1] == 7
+    result = go(tokens, tmp_path / "run", resume=True, **fields)
+    assert (result.step, result.best_step, best_step(tmp_path / "run" / "checkpoints")) == (10, 7, 7)
+    assert [row["step"] for row in read_rows() if "valid_loss" in row] == list(range(1, 11))
+
+
+@pytest.mark.usefixtures("scripted")
 def test_without_early_stopping_the_best_is_kept_when_asked(tokens: Path, tmp_path: Path):
     assert go(tokens, tmp_path / "a", keep_best=True).step == 12
     assert checkpoint_steps(tmp_path / "a" / "checkpoints") == [7, 12]

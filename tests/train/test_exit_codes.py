@@ -13,6 +13,20 @@ from tiny_runs import tiny_config, write_tokens
 from groundup.config import dump_toml
 from groundup.train.checkpoint import checkpoint_steps
 
+# `groundup`, which goes no further than step 20 until there is a file: a slow machine must find it at work.
+COMMAND = """
+import os, sys, time
+from groundup.cli import main
+from groundup.train import ConsoleProgress
+real, go_on = ConsoleProgress.on_step, sys.argv.pop(1)
+def on_step(self, row):
+    real(self, row)
+    while row["step"] >= 20 and not os.path.exists(go_on):
+        time.sleep(0.01)
+ConsoleProgress.on_step = on_step
+sys.exit(main())
+"""
+
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_asks_to_be_queued_again(number: signal.Signals, tmp_path: Path):
@@ -21,7 +35,8 @@ def test_a_signal_saves_and_asks_to_be_queued_again(number: signal.Signals, tmp_
     config.write_text(dump_toml(tiny_config(tokens, steps=400, eval_every=0, save_every=0, keep_every=10)))
     out = tmp_path / "run"
     # The same line each time, as a job script has it: --resume without a run begins one.
-    words = [sys.executable, "-m", "groundup.cli", "train", "--config", str(config), "--out", str(out), "--resume"]
+    words = [sys.executable, "-c", COMMAND, str(tmp_path / "signalled"), "train"]
+    words += ["--config", str(config), "--out", str(out), "--resume"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     child = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     metrics = out / "metrics.jsonl"
@@ -29,6 +44,7 @@ def test_a_signal_saves_and_asks_to_be_queued_again(number: signal.Signals, tmp_
         assert child.poll() is None, child.communicate()[0]
         time.sleep(0.01)
     child.send_signal(number)
+    (tmp_path / "signalled").touch()
     text, _ = child.communicate()
     assert child.returncode == 75, text
     assert "is saved; go on with" in text

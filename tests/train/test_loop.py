@@ -14,6 +14,7 @@ from groundup.config import RunConfig, load_toml
 from groundup.data import TokenData, WindowSampler
 from groundup.errors import UserError
 from groundup.model import TransformerLM
+from groundup.optim import AdamW
 from groundup.train import train
 from groundup.train.batches import Batch, prefetched
 from groundup.train.device import choose_device, choose_precision, set_matmul_precision
@@ -88,8 +89,12 @@ def test_the_hosts_work_comes_between_backward_and_the_optimizer(tokens: Path):
     assert not any(torch.equal(p, old) for p, old in zip(job.model.parameters(), before, strict=True))
 
 
-def test_a_run_equals_a_plain_torch_loop(tokens: Path, tmp_path: Path):
+@pytest.mark.parametrize("clips_as_it_reads", [False, True])
+def test_a_run_equals_a_plain_torch_loop(
+    tokens: Path, tmp_path: Path, clips_as_it_reads: bool, monkeypatch: pytest.MonkeyPatch
+):
     """Three steps against torch's own AdamW, clipping and cross entropy, over whole batches."""
+    monkeypatch.setattr(AdamW, "heeds_flag", lambda _: clips_as_it_reads)
     config = tiny_config(tokens, steps=3, grad_accumulation=2, eval_every=0, optim={"grad_clip": 0.5})
     train(config, tmp_path / "run")
     data = TokenData.open(tokens)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from tiny_runs import VOCAB, Recorder, read_metrics, tiny_config, write_tokens
 from groundup.config import RunConfig, load_toml
 from groundup.errors import UserError
 from groundup.model import TransformerLM, count_parameters
+from groundup.parallel.processes import World
 from groundup.train import micro_batch, train
+from groundup.train.job import build
 from groundup.train.micro_batch import find_micro_batch, predicted_bytes
 
 CPU = torch.device("cpu")
@@ -107,7 +110,7 @@ def test_a_run_finds_its_micro_batch_says_so_and_learns_the_same(tokens: Path, t
     searched = config(tokens, (need + 100) / GIB)
     watcher = Recorder()
     train(searched, tmp_path / "found", progress=watcher)
-    assert any("micro-batch 8 found: predicted" in line for line in watcher.plans[0].lines())
+    assert any("micro-batch 8 found: predicted" in line for line in watcher.plans[0].lines)
     saved = load_toml(tmp_path / "found" / "config.toml", RunConfig)
     assert (saved.train.micro_batch_size, saved.train.grad_accumulation) == (8, 3)
     given = tiny_config(tokens, micro_batch_size=8, global_batch_size=24)
@@ -115,7 +118,19 @@ def test_a_run_finds_its_micro_batch_says_so_and_learns_the_same(tokens: Path, t
     assert read_metrics(tmp_path / "found") == read_metrics(tmp_path / "given")
     # A finished run is resumed with what was found, not searched again.
     train(searched, tmp_path / "found", resume=True, progress=watcher)
-    assert not any("found:" in line for line in watcher.plans[1].lines())
+    assert not any("found:" in line for line in watcher.plans[1].lines)
+
+
+def test_the_smallest_of_the_ranks_is_taken_and_told(tokens: Path, monkeypatch: pytest.MonkeyPatch):
+    """Another rank, whose GPU is not empty, found less."""
+
+    def gathered(_: World, value: Any) -> list[Any]:
+        return [value, replace(value, size=2, predicted=123 * GIB)]
+
+    monkeypatch.setattr(World, "gather", gathered)
+    job = build(config(tokens, 8))
+    assert job.config.train.micro_batch_size == 2
+    assert str(job.found).startswith("micro-batch 2 found: predicted 123.00 GiB")
 
 
 def test_the_global_batch_must_be_given_and_divisible(tokens: Path):

@@ -1,5 +1,6 @@
 """Precision modes against float64, loss scaling, and compiled runs."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,20 @@ from safetensors.torch import load_file
 from tiny_runs import Crash, Recorder, crash, read_metrics, tiny_config, write_tokens
 
 from groundup.errors import UserError
-from groundup.train import train
-from groundup.train.device import autocast, cast_weights, choose_precision, prepared, set_matmul_precision
+from groundup.parallel.processes import World
+from groundup.train import evaluate_run, evaluate_run_documents, train
+from groundup.train.device import (
+    autocast,
+    cast_weights,
+    choose_precision,
+    compiled_unit,
+    prepared,
+    set_matmul_precision,
+)
 from groundup.train.job import build
 from groundup.train.loop import training_step
 from groundup.train.loss_scale import LossScaler
+from groundup.train.progress import make_plan
 
 ROUNDING = {"fp32": 2**-23, "bf16-mixed": 2**-8, "fp16-mixed": 2**-11, "bf16-pure": 2**-8}
 
@@ -66,6 +76,18 @@ def test_each_mode_computes_in_its_own_type():
         choose_precision("tf32", torch.device("cpu"))
 
 
+def test_a_call_leaves_the_policy_for_float32_products_as_it_was(tokens: Path, tmp_path: Path):
+    before, seen = torch.get_float32_matmul_precision(), []
+    assert before == "highest"
+    watcher = Recorder({1: lambda: seen.append(torch.get_float32_matmul_precision())})
+    train(tiny_config(tokens, precision="bf16-mixed", steps=1), tmp_path / "run", progress=watcher)
+    assert seen == ["high"]
+    assert torch.get_float32_matmul_precision() == before
+    evaluate_run(tmp_path / "run", device="cpu")
+    evaluate_run_documents(tmp_path / "run", device="cpu")
+    assert torch.get_float32_matmul_precision() == before
+
+
 def test_bf16_pure_keeps_the_angles_of_rope_in_float32(tokens: Path):
     model = build(tiny_config(tokens)).model
     cast_weights(model, "bf16-pure")
@@ -108,7 +130,7 @@ def test_every_optimizer_resumes_bit_for_bit(optimizer: str, precision: str, tok
 def test_the_plan_names_the_groups(tokens: Path, tmp_path: Path):
     watcher = Recorder()
     train(tiny_config(tokens, steps=1, optim={"name": "muon"}), tmp_path / "run", progress=watcher)
-    text = "\n".join(watcher.plans[0].lines())
+    text = "\n".join(watcher.plans[0].lines)
     assert "Muon, hidden matrices: 14 tensors" in text
     assert "AdamW, not decayed: 5 tensors, 160 parameters, lr 0.003, decay 0" in text
 
@@ -189,6 +211,16 @@ def test_a_compiled_run_compiles_at_most_twice_and_saves_plain_names(
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(tmp_path / "eager"), rtol=1e-4)
 
 
+def test_what_is_compiled_at_once_is_what_the_plan_says(tokens: Path):
+    job = build(tiny_config(tokens))
+    asked = replace(job.config, train=replace(job.config.train, compile=True, compile_unit="model"))
+    for size, unit in ((1, "model"), (2, "blocks")):
+        (line,) = (s for s in make_plan(replace(job, config=asked, world=World(0, size)), 0).lines if "compiled" in s)
+        assert line.endswith(f"compiled ({unit})")
+        assert compiled_unit(asked.train, size) == unit
+
+
 def test_nothing_is_compiled_unasked(tokens: Path):
     job = build(tiny_config(tokens))
-    assert prepared(job.model, job.config.train) is job.model
+    assert compiled_unit(job.config.train, 1) == ""
+    assert prepared(job.model, "") is job.model

@@ -12,8 +12,8 @@ from tiny_runs import write_tokens
 
 from groundup.data import WindowSampler
 from groundup.data.npy import HEADER_BYTES, NpyWriter, open_npy
+from groundup.parallel.processes import World
 from groundup.train.batches import prefetched, read_batch
-from groundup.train.world import World
 
 pytestmark = [
     pytest.mark.slow,

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 import groundup.files
 from groundup.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from groundup.tokenizer import Tokenizer
 from groundup.train import Plan, Progress, train
+from groundup.train.checkpoint import OPTIMIZER, STATE, _size_and_checksum
 
 EOT = 256
 VOCAB = 257
@@ -109,8 +111,25 @@ def crash() -> None:
     raise Crash
 
 
-def resume_slowly(config: RunConfig, out: Path, fsync_seconds: float) -> None:
-    """In a process of its own: resume a run on a disk whose fsync takes its time; `out/starts` gets the first step."""
+def drop_a_moment(checkpoint: Path, name: str) -> None:
+    """Take one tensor out of a checkpoint's optimizer file, checksums and all."""
+    moments = load_file(checkpoint / OPTIMIZER)
+    del moments[name]
+    save_file(moments, checkpoint / OPTIMIZER)
+    state = json.loads((checkpoint / STATE).read_text())
+    state["files"][OPTIMIZER] = _size_and_checksum(checkpoint / OPTIMIZER)
+    (checkpoint / STATE).write_text(json.dumps(state))
+
+
+def wait_for_ever() -> None:
+    while True:
+        time.sleep(60)
+
+
+def resume_slowly(config: RunConfig, out: Path, fsync_seconds: float, last: int = 0) -> None:
+    """In a process of its own: resume a run on a disk whose fsync takes its time; `out/starts` gets the first step.
+    It goes no further than the row of step `last`, where it waits to be killed.
+    """
     torch.set_num_threads(1)
     real = groundup.files.fsync_path
 
@@ -119,7 +138,7 @@ def resume_slowly(config: RunConfig, out: Path, fsync_seconds: float) -> None:
         time.sleep(fsync_seconds)
 
     groundup.files.fsync_path = fsync
-    watcher = Recorder()
+    watcher = Recorder({last: wait_for_ever})
 
     def say_start(plan: Plan) -> None:
         with open(out / "starts", "a") as file:

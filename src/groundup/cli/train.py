@@ -55,8 +55,8 @@ def run_process(args: Args) -> int:
     """One process of the run; all of them get the same arguments."""
     begun = (args.out / "config.toml").exists()
     config = args.run if begun else resolved(args.run)
+    from groundup.parallel.processes import this_world
     from groundup.train import ConsoleProgress, train
-    from groundup.train.world import this_world
 
     result = train(
         config,
@@ -89,6 +89,6 @@ def resolved(config: RunConfig) -> RunConfig:
     if not config.data.path:
         raise UserError("no token files: add --data DIR, a directory written by groundup tokenize")
     vocab_size = TokenData.open(config.data.path).vocab_size
-    from groundup.train.world import this_world  # torch comes with it
+    from groundup.parallel.processes import this_world  # torch comes with it
 
     return config.resolve(vocab_size, this_world().size)

@@ -6,10 +6,10 @@ the same sentence. Cost: one digest a rank; the descriptions themselves are read
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from datetime import timedelta
 from hashlib import sha256
-from itertools import count
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from groundup.errors import UserError
 START_TIMEOUT = 60.0
 """Seconds that ranks wait for each other before the first collective, unless the configuration says otherwise."""
 
-_calls = count()
+_calls: Counter[tuple[int, ...]] = Counter()
+"""By the group's members: ranks of several groups call a different number of times."""
 
 
 class DisagreementError(UserError):
@@ -46,8 +47,9 @@ def check_same(rows: list, what: str, group: Any = None, timeout: float = START_
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     store: Any = dist.distributed_c10d._get_default_store()
-    members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    prefix = f"groundup/agree/{'-'.join(map(str, members))}/{next(_calls)}"
+    members = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+    _calls[members] += 1
+    prefix = f"groundup/agree/{'-'.join(map(str, members))}/{_calls[members]}"
     text = json.dumps(rows)
     store.set(f"{prefix}/rows/{rank}", text)
     store.set(f"{prefix}/digest/{rank}", sha256(text.encode()).hexdigest())

@@ -6,14 +6,17 @@ alone it is derived: the first host of the job's node list, a port from the job'
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from groundup.config import ParallelConfig
 from groundup.errors import UserError
 from groundup.parallel.slurm import hosts
 
@@ -22,7 +25,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """`rank` of `size` processes; each trains on its slice of the global batch."""
+    """`rank` of `size` processes, and what they decide together.
+
+    Each trains on its slice of the global batch. Every method is a collective: all ranks call it at the same place.
+    Alone it costs nothing.
+    """
 
     rank: int
     size: int
@@ -30,6 +37,51 @@ class World:
     """Which of the processes on this machine."""
     launcher: str = ""
     """Who started it; empty: nobody, a single process."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """`values` added up over the ranks, in place and on their device; no process waits for the numbers."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on some rank. Through the CPU's back-end (gloo): a GPU does not wait for it."""
+        return self.sum(torch.tensor(float(flag))).item() > 0 if self.size > 1 else flag
+
+    def gather(self, value: T) -> list[T]:
+        """The `value` of each rank, by rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def on_rank_zero(self, work: Callable[[], T]) -> T:
+        """`work()` on rank 0 alone; its result on every rank. An error is raised on every rank: rank 0's own there, on
+        the others as a UserError, so that nobody waits for what does not come.
+
+        The others wait no longer than the processes' `timeout`: a save that takes longer needs a longer one.
+        """
+        if self.size == 1:
+            return work()
+        answer: list[Any] = [None, None]
+        failed = None
+        if self.rank == 0:
+            try:
+                answer[0] = work()
+            except Exception as error:
+                failed = error
+                answer[1] = str(error) if isinstance(error, UserError) else f"rank 0 failed: {_told(error)}"
+        dist.broadcast_object_list(answer, 0, device=torch.device("cpu"))
+        if failed is not None:
+            raise failed
+        if answer[1] is not None:
+            raise UserError(answer[1])
+        return answer[0]
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 _VARIABLES = (
@@ -166,26 +218,43 @@ def _wait_for_all(store: Any, world: World, timeout: float) -> None:
             raise RuntimeError(f"rank {rank} did not start within {timeout:g} s (parallel.start_timeout)") from None
 
 
+@contextmanager
+def joined(world: World, kind: str, parallel: ParallelConfig, note: Callable[[str], None]) -> Generator[None]:
+    """Be one of the world's processes meanwhile, on a device of `kind`. `note` gets a line for what is set for NCCL.
+
+    Raises UserError when the others do not come, or when one is lost underway.
+    """
+    if world.size == 1 or dist.is_initialized():
+        yield
+        return
+    parallel.check()
+    chosen = connect(
+        world,
+        local_device(kind, world),
+        nvls=parallel.nvls,
+        start_timeout=parallel.start_timeout,
+        timeout=parallel.timeout,
+    )
+    if chosen:
+        note(f"set for NCCL: {', '.join(f'{name}={value}' for name, value in chosen.items())}")
+    try:
+        yield
+        world.any(False)  # nobody leaves, and takes the meeting point away, before all are done
+    except RuntimeError as error:
+        if not is_lost_peer(error):
+            raise
+        reason = str(error).strip().splitlines()[0][:200]
+        longer = ", and a longer parallel.timeout if it was still saving" if "time" in reason.lower() else ""
+        raise UserError(
+            f"rank {world.rank} lost another rank ({reason}); go on from the last checkpoint with --resume{longer}"
+        ) from error
+    disconnect()
+
+
 def disconnect() -> None:
     """Leave the other processes in order; does nothing where none were joined."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def from_rank_zero(world: Any, work: Callable[[], T]) -> T:
-    """`work()` on rank 0; its result, or its UserError, on every rank."""
-    if world.size == 1:
-        return work()
-    answer: list[Any] = [None, None]
-    if world.rank == 0:
-        try:
-            answer[0] = work()
-        except UserError as error:
-            answer[1] = str(error)
-    dist.broadcast_object_list(answer, 0, device=torch.device("cpu"))
-    if answer[1] is not None:
-        raise UserError(answer[1])
-    return answer[0]
 
 
 _LOST = ("connection closed by peer", "timed out", "timeout", "connection reset", "gloo", "nccl", "pair closure")

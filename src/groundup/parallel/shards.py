@@ -78,7 +78,7 @@ class Shards:
 
 
 def load_own(
-    engine: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer, weights: Shards, state: Shards
+    engine: nn.Module | None, model: nn.Module, optimizer: torch.optim.Optimizer, weights: Shards, state: Shards
 ) -> None:
     """Fill FSDP2's model and its optimizer from shards of any world size, no tensor being whole anywhere."""
     weights.fill(model.state_dict())

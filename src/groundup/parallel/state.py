@@ -2,7 +2,7 @@
 
 Gathering brings one tensor (or one bucket) at a time to the host of rank 0, so no GPU ever holds the whole; reading is
 done by each rank for itself, from the mapped file, its own parts only. The names are those of one process, so that a
-checkpoint knows nothing of world sizes and engines.
+checkpoint knows nothing of world sizes and engines. Without an engine (None) the whole is what the process has.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,22 +14,22 @@ from torch.distributed.tensor import DTensor
 
 from groundup.parallel.flat import cut_state, gathered_state
 from groundup.parallel.fsdp import FSDP
-from groundup.parallel.optimizer import DistributedOptimizer, load_pieces
+from groundup.parallel.optimizer import DistributedOptimizer
 from groundup.parallel.torch_engines import TorchFSDP2, like
 from groundup.parallel.units import Unit
 
 
-def whole_weights(engine: nn.Module, model: nn.Module, keep: bool = True) -> dict[str, Tensor]:
-    """Name → weight on the CPU, on ranks with `keep`; a collective."""
+def whole_weights(engine: nn.Module | None, model: nn.Module, keep: bool = True) -> dict[str, Tensor]:
+    """Name → weight on the CPU, on ranks with `keep`; a collective. A tied matrix appears once."""
     if isinstance(engine, FSDP | TorchFSDP2):
         found = dict(engine.full_parameters(keep))
     else:
-        found = {n: t.detach().to("cpu", copy=True) for n, t in model.state_dict().items()} if keep else {}
-    return {name: found[name].contiguous() for name in model.state_dict() if name in found}
+        found = model.state_dict() if keep else {}
+    return {name: found[name].detach().cpu().contiguous() for name in model.state_dict() if name in found}
 
 
 def whole_state(
-    engine: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = True
+    engine: nn.Module | None, model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = True
 ) -> dict[str, Tensor]:
     """`exp_avg.layers.0.…` → the optimizer's state on the CPU, counts as int64, on ranks with `keep`; a collective."""
     if isinstance(engine, TorchFSDP2):
@@ -55,28 +55,31 @@ def whole_state(
 def as_saved(value: Any) -> Tensor:
     """A state value as a checkpoint holds it: on the CPU; a single number as int64."""
     if isinstance(value, Tensor) and value.ndim:
-        return value.detach().to("cpu", copy=True).contiguous()
+        return value.detach().cpu().contiguous()
     return torch.tensor(int(value))
 
 
-def load_weights(engine: nn.Module, model: nn.Module, read: Callable[[str], Tensor]) -> None:
+@torch.no_grad()
+def load_weights(engine: nn.Module | None, model: nn.Module, read: Callable[[str], Tensor]) -> None:
     """Take whole weights by name; `read` may map a file, of which only this rank's parts are then touched."""
     if isinstance(engine, FSDP | TorchFSDP2):
         engine.load_full_parameters(read)
         return
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            tensor.copy_(read(name))
+    for name, tensor in model.state_dict().items():
+        tensor.copy_(read(name))
 
 
 def load_state(
-    engine: nn.Module,
+    engine: nn.Module | None,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     saved: Iterable[str],
     read: Callable[[str], Tensor],
 ) -> None:
-    """Take the whole optimizer state of the names `saved`, as whole_state gives them; this rank keeps its parts."""
+    """Take the whole optimizer state of the names `saved`, as whole_state gives them; this rank keeps its parts.
+
+    The optimizer is one of optim/ (a count is an int there), or a distributed one around it.
+    """
     params = dict(model.named_parameters())
     entries: dict[Any, dict[str, Any]] = {}
     places: dict[Any, tuple[Unit, int]] = {}
@@ -85,16 +88,19 @@ def load_state(
     for full in saved:
         key, _, name = full.partition(".")
         p, value = params[name], read(full)
-        if p in places and value.ndim:
+        if value.ndim and p in places:
             unit, index = places[p]
-            value = cut_state(unit, index, {key: value})[key].clone()
-        elif isinstance(p, DTensor) and value.ndim:
-            value = like(p, value)
-        entries.setdefault(p, {})[key] = value if value.ndim else _count(optimizer, value)
+            value = cut_state(unit, index, {key: value})[key]
+        # Copied, because what was read may be a view of the mapped file; a distributed optimizer makes its own copy.
+        if value.ndim and isinstance(p, DTensor):
+            value = value if isinstance(value, DTensor) else like(p, value).clone()
+        elif value.ndim and not isinstance(optimizer, DistributedOptimizer):
+            value = value.to(p.device, copy=True)
+        entries.setdefault(p, {})[key] = value if value.ndim else int(value)
     if isinstance(optimizer, DistributedOptimizer):
         optimizer.load_state(entries)
     else:
-        load_pieces(optimizer, entries)
+        optimizer.state.update(entries)
 
 
 def local_bytes(value: Any) -> int:
@@ -102,9 +108,3 @@ def local_bytes(value: Any) -> int:
     if not isinstance(value, Tensor):
         return 0
     return (value.to_local() if isinstance(value, DTensor) else value).nbytes
-
-
-def _count(optimizer: torch.optim.Optimizer, value: Tensor) -> Any:
-    """A step count as the optimizer keeps it: torch's as a float32 tensor, ours as an int."""
-    inner = getattr(optimizer, "inner", optimizer)
-    return value.float() if type(inner).__module__.startswith("torch.") else int(value)

@@ -1,14 +1,14 @@
 """Training: the loop, the run directory and its checkpoints, evaluation, progress.
 
 loop.py           the training step and the loop around it, whole
-job.py            a run's parts, built from its configuration: batches.py, device.py, world.py, plan.py
+job.py            a run's parts, built from its configuration: batches.py, device.py
 run_directory.py  a run on disk: metrics.py, checkpoint.py
-resume.py         from a job to a checkpoint and back; state.py names the tensors
+resume.py         from a job to a checkpoint and back
 evaluate.py       loss, perplexity, bits per byte; documents.py: by document
 load.py           a run's model, for evaluation and generation
 exchange.py       a run to and from Hugging Face's format
 guards.py         steps that are left out; plausible.py: losses that cannot be true; early_stopping.py
-progress.py       what a person sees; speed.py: MFU; sinks.py: TensorBoard, W&B; interrupt.py: what Ctrl-C does
+progress.py       the plan, and what a person sees; speed.py: MFU; sinks.py: TensorBoard, W&B; interrupt.py: Ctrl-C
 device.py         precision modes, compilation; loss_scale.py: fp16; micro_batch.py: the largest that fits
 lr_range.py       a learning rate from a short sweep; ablate.py: a recipe's variations as runs
 deterministic.py  the same bits each time, compiled and on a GPU
@@ -19,8 +19,7 @@ from groundup.train.evaluate import Evaluation, bits_per_byte, evaluate
 from groundup.train.exchange import export_run, import_run
 from groundup.train.load import evaluate_run, evaluate_run_documents, load_run
 from groundup.train.loop import TrainResult, train
-from groundup.train.plan import Plan
-from groundup.train.progress import ConsoleProgress, Progress
+from groundup.train.progress import ConsoleProgress, Plan, Progress
 from groundup.train.run_directory import RunDirectory, changed_fields
 
 __all__ = [

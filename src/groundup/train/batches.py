@@ -14,7 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from groundup.data import WindowSampler
-from groundup.train.world import World
+from groundup.parallel.processes import World
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,14 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from groundup.errors import UserError
 from groundup.files import directory_written_aside, fsync_path
-from groundup.parallel.shards import write_shards
-from groundup.train.world import World
+from groundup.parallel.processes import World
+from groundup.parallel.shards import Shards, write_shards
 
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
@@ -41,6 +42,8 @@ STATE = "state.json"
 BEST = "best"
 MARGIN = 64 << 20
 """Bytes that must stay free beside a new checkpoint: rows, logs, and the file system's own."""
+SHOWN_WITHIN = 60.0
+"""Seconds after which every machine sees what one has made: NFS shows what it remembers for up to as long."""
 ALONE = World(0, 1)
 """One process, which asks nobody."""
 
@@ -77,60 +80,60 @@ def checkpoint_steps(directory: Path) -> list[int]:
 
 
 def save_checkpoint(
-    directory: Path, step: int, weights: dict[str, Tensor], optimizer: dict[str, Tensor], facts: dict[str, Any]
-) -> None:
-    """Write the checkpoint of `step` (state.py names its tensors); `facts` go into state.json.
-
-    Raises UserError when the disk does not take it.
-
-    After an error nothing of the new checkpoint is left and the ones before it are untouched.
-    """
-    target = checkpoint_path(directory, step)
-    with _saving(target), directory_written_aside(target) as aside:
-        # The format entry is what Hugging Face's loaders ask for.
-        save_file(weights, aside / MODEL, metadata={"format": "pt"})
-        save_file(optimizer, aside / OPTIMIZER, metadata={"format": "pt"})
-        _write_state(aside, step, facts, {name: _size_and_checksum(aside / name) for name in (MODEL, OPTIMIZER)})
-        for name in (MODEL, OPTIMIZER):
-            shutil.copymode(aside / STATE, aside / name)  # safetensors makes them private whatever the umask
-
-
-def save_shards(
-    world: World,
     directory: Path,
     step: int,
     weights: Mapping[str, Tensor],
     optimizer: Mapping[str, Tensor],
     facts: dict[str, Any],
+    world: World | None = None,
 ) -> None:
-    """save_checkpoint, with each rank writing its own parts of the tensors; a collective.
+    """Write the checkpoint of `step` (parallel/state.py names its tensors); `facts` go into state.json.
 
-    Rank 0 makes the directory aside and renames it when all have written, so a rank that dies leaves no checkpoint.
+    world None: this process writes whole tensors. Else every rank writes its own parts as shards; a collective. Rank 0
+    makes the directory aside and renames it when all have written, so a rank that dies leaves no checkpoint.
+    Raises UserError when the disk does not take it; then nothing of the new checkpoint is left and the ones before it
+    are untouched.
     """
-    target = checkpoint_path(directory, step)
+    target, ranks = checkpoint_path(directory, step), world or ALONE
     with ExitStack() as stack, _saving(target):
 
+        @_saving(target)
         def begin() -> Path:
-            with _saving(target):
-                return stack.enter_context(directory_written_aside(target))
+            return stack.enter_context(directory_written_aside(target))
 
+        @_saving(target)
         def finish() -> None:
-            with _saving(target):
-                _write_state(aside, step, facts, {name: entry for part in parts for name, entry in part.items()})
-                stack.close()
+            state = {"step": step, **facts, "files": {name: entry for part in parts for name, entry in part.items()}}
+            (aside / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+            for path in aside.glob("*.safetensors"):
+                shutil.copymode(aside / STATE, path)  # safetensors makes them private whatever the umask
+            stack.close()
 
-        aside = world.on_rank_zero(begin)
-        unseen = [rank for rank, there in enumerate(world.gather(aside.is_dir())) if not there]
-        if unseen:
-            raise UserError(
-                f"rank {unseen[0]} does not see {aside}, where rank 0 writes: for parallel.checkpoint dcp the run's "
-                "directory must lie on a file system that all machines share"
-            )
+        aside = ranks.on_rank_zero(begin)
+        refuse_unshared(ranks, aside)
         for name, tensors in ((MODEL, weights), (OPTIMIZER, optimizer)):
-            write_shards(tensors, aside / _shards_of(name))
-        files = [path for path in sorted(aside.glob("*/*")) if _writer(path, world.size) == world.rank]
-        parts = world.gather({str(path.relative_to(aside)): _size_and_checksum(path) for path in files})
-        world.on_rank_zero(finish)
+            if world is None:
+                # The format entry is what Hugging Face's loaders ask for.
+                save_file(dict(tensors), aside / name, metadata={"format": "pt"})
+            else:
+                write_shards(tensors, aside / _shards_of(name))
+        written = (path for path in sorted(aside.rglob("*")) if path.is_file())
+        own = (path for path in written if _writer(path, ranks.size) == ranks.rank)
+        parts = ranks.gather({str(path.relative_to(aside)): _size_and_checksum(path) for path in own})
+        ranks.on_rank_zero(finish)
+
+
+def refuse_unshared(world: World, path: Path) -> None:
+    """Raise UserError naming a rank that does not see `path`, which rank 0 does; a collective."""
+    end = time.monotonic() + SHOWN_WITHIN
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.2)
+    unseen = [rank for rank, there in enumerate(world.gather(path.exists())) if not there]
+    if unseen:
+        raise UserError(
+            f"rank {unseen[0]} does not see {path}, where rank 0 writes: to resume, and for parallel.checkpoint dcp, "
+            "the run's directory must lie on a file system that all machines share"
+        )
 
 
 def _shards_of(name: str) -> str:
@@ -146,11 +149,6 @@ def _writer(path: Path, world_size: int) -> int:
     """The rank that reads a file of shards for its checksum: the one that has just written it."""
     named = re.match(r"__(\d+)_", path.name)
     return int(named[1]) % world_size if named else 0
-
-
-def _write_state(aside: Path, step: int, facts: dict[str, Any], files: dict[str, Any]) -> None:
-    state = {"step": step, **facts, "files": files}
-    (aside / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
 
 
 @contextmanager
@@ -206,20 +204,58 @@ def newest_complete(
 ) -> Checkpoint | None:
     """The complete checkpoint of the highest step; `note` gets a line for each newer one that is skipped.
 
-    A collective of `world`, whose ranks deal out the reading for checksums.
+    None where there is no checkpoint at all. A collective of `world`, whose ranks deal out the reading for checksums.
+    Raises UserError when there are some, but none that is complete.
     """
-    for step in reversed(world.on_rank_zero(lambda: checkpoint_steps(directory))):
+    steps = world.on_rank_zero(lambda: checkpoint_steps(directory))
+    for step in reversed(steps):
         path = checkpoint_path(directory, step)
         found, reason = None, ""
         try:
             found = read_checkpoint(path, contents, world.rank, world.size)
         except IncompleteError as error:
             reason = str(error)
-        reason = next(filter(None, world.gather(reason)), "")
-        if not reason:
+        said = [(rank, text) for rank, text in enumerate(world.gather(reason)) if text]
+        if not said:
             return found
-        note(f"skipped {path}: {reason}")
+        rank, reason = said[0]
+        note(f"skipped {path}: {f'rank {rank}: ' if rank else ''}{reason}")
+    if steps:
+        raise UserError(
+            f"none of the checkpoints in {directory} is complete (of the steps {', '.join(map(str, steps))}); nothing "
+            "was changed: put back what is missing, or start a new run with another --out"
+        )
     return None
+
+
+@contextmanager
+def opened(path: Path) -> Generator[tuple[dict[str, torch.Size], Callable[[str], Tensor]]]:
+    """({name: shape}, what reads one whole tensor) of a safetensors file, or of a directory of shards."""
+    if path.is_dir():
+        shards = Shards(path)
+        yield {name: shards.shape(name) for name in shards.keys()}, shards.get_tensor  # noqa: SIM118
+        return
+    with safe_open(path, framework="pt") as file:
+        yield {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}, file.get_tensor  # noqa: SIM118
+
+
+def check_tensors(expected: Mapping[str, torch.Size], saved: Mapping[str, torch.Size], path: Path) -> None:
+    """Raise UserError with the first name, in the model's order, whose shape is not the file's."""
+    for name, shape in expected.items():
+        if name not in saved:
+            raise UserError(
+                f"{path} does not match the model: it has no {name} {tuple(shape)}; check [model] in the config"
+            )
+        if saved[name] != shape:
+            raise UserError(
+                f"{path} does not match the model: {name} is {tuple(saved[name])} there and {tuple(shape)} in the "
+                "model; check [model] in the config"
+            )
+    for name, shape in saved.items():
+        if name not in expected:
+            raise UserError(
+                f"{path} does not match the model: the model has no {name} {tuple(shape)}; check [model] in the config"
+            )
 
 
 def mark_best(directory: Path, step: int) -> None:
@@ -238,16 +274,16 @@ def best_step(directory: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def lack_of_room(directory: Path, tensors: Iterable[torch.Tensor]) -> str | None:
-    """What to say when the disk has no room for a checkpoint of `tensors`; None when it has.
+def lack_of_room(directory: Path, needed: int) -> str | None:
+    """What to say when the disk has no room for a checkpoint of `needed` bytes; None when it has.
 
     The older ones go only after the new one is whole, so room is needed for one more than the run keeps.
     """
-    needed = sum(tensor.nbytes for tensor in tensors) + MARGIN
+    directory.mkdir(exist_ok=True)
     free = shutil.disk_usage(directory).free
-    if free >= needed:
+    if free >= needed + MARGIN:
         return None
-    return f"{free / 1e9:.2f} GB are free at {directory} and a checkpoint needs {needed / 1e9:.2f} GB"
+    return f"{free / 1e9:.2f} GB are free at {directory} and a checkpoint needs {(needed + MARGIN) / 1e9:.2f} GB"
 
 
 def prune_checkpoints(directory: Path, newest: int, keep_last: int, keep_every: int = 0) -> None:

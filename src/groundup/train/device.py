@@ -12,8 +12,8 @@ softmax and loss are computed in float32 at least in every mode; the residual st
 bf16 modes (model/transformer.py), float32 in the others.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -66,6 +66,16 @@ def set_matmul_precision(precision: str) -> None:
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
 
 
+@contextmanager
+def matmul_precision_kept() -> Generator[None]:
+    """The policy for float32 products at the end is that of the beginning: a call does not change its caller's."""
+    before = torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
     """The context of a forward pass: products in half precision under the mixed modes, no change under the others."""
     return torch.autocast(device.type, dtype=AUTOCAST.get(precision, torch.bfloat16), enabled=precision in AUTOCAST)
@@ -77,15 +87,22 @@ def cast_weights(model: nn.Module, precision: str) -> None:
         model.to(torch.bfloat16)
 
 
-def prepared(model: nn.Module, train: TrainConfig) -> Callable[..., Any]:
-    """What the training step calls: the model, compiled as a whole or block by block if asked.
+def compiled_unit(train: TrainConfig, world_size: int) -> str:
+    """What is compiled at once; "" where nothing is. With several processes it is always blocks: compiled as a whole,
+    backward would give all gradients at its end and no communication could overlap.
+    """
+    return "" if not train.compile else "blocks" if world_size > 1 else train.compile_unit
+
+
+def prepared(model: nn.Module, unit: str) -> Callable[..., Any]:
+    """What the training step calls: the model, compiled as `unit` (compiled_unit) says.
 
     The compiled code shares the model's parameters. Saving, loading and evaluating use the model itself, so no
     `_orig_mod.` enters a checkpoint and an evaluation's shapes never compile a second time.
     """
-    if not train.compile:
+    if not unit:
         return model
-    if train.compile_unit != "blocks":
+    if unit != "blocks":
         return torch.compile(model)
     for block in cast(nn.ModuleList, model.layers):
         _compile_training(block)

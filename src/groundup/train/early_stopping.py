@@ -24,7 +24,11 @@ class BestLoss:
     """The step of the last evaluation that counted here."""
 
     def observe(self, step: int, loss: float) -> bool:
-        """Count an evaluation; True where it is the best so far."""
+        """Count an evaluation; True where it is the best so far. The same step again changes nothing: a run killed
+        between the save of its best and the evaluation's row evaluates once more.
+        """
+        if step == self.seen:
+            return step == self.step
         self.seen = step
         better = loss < self.loss - self.min_delta
         if better:

@@ -14,7 +14,7 @@ import torch
 from groundup.data import TokenData, validation_windows
 from groundup.errors import UserError
 from groundup.model import IGNORE, TransformerLM
-from groundup.train.world import World
+from groundup.parallel.processes import World
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,13 @@ from groundup.errors import UserError
 from groundup.files import check_replaceable, directory_written_aside
 from groundup.model import TransformerLM
 from groundup.model.hf import CONFIG, WEIGHTS, read_hf, read_json, to_hf, to_hf_config
+from groundup.parallel.state import whole_weights
 from groundup.tokenizer import Tokenizer
 from groundup.tokenizer.tokenizer import END_OF_TEXT
 from groundup.train.checkpoint import save_checkpoint
 from groundup.train.load import load_run
 from groundup.train.resume import IMPORTED
 from groundup.train.run_directory import RunDirectory, flat_fields
-from groundup.train.state import model_tensors
 
 GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
@@ -60,7 +60,7 @@ def export_run(out: Path, directory: Path, step: int | str | None = None) -> int
         GENERATION: {**ends, **({"suppress_tokens": padding} if padding else {})},
         TOKENIZER_CONFIG: _tokenizer_config(eot, config.model.context_length),
     }
-    tensors = to_hf(model_tensors(model), model.config)
+    tensors = to_hf(whole_weights(None, model), model.config)
     with directory_written_aside(directory) as aside:
         for name, table in tables.items():
             (aside / name).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
@@ -127,7 +127,7 @@ def import_run(directory: Path, out: Path, data: Path | None, note: Callable[[st
     with directory_written_aside(out) as aside:
         run = RunDirectory(aside)
         run.begin(config, directory / TOKENIZER)
-        save_checkpoint(run.checkpoints, step, model_tensors(model), {}, facts)
+        save_checkpoint(run.checkpoints, step, whole_weights(None, model), {}, facts)
     return config
 
 

@@ -50,9 +50,14 @@ def apply_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
+_NO_MEMORY = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` says that a GPU or the machine has no memory left."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _NO_MEMORY)
 
 
 class Guards:

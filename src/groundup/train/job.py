@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,25 @@ from groundup.data import TokenData, WindowSampler
 from groundup.errors import UserError
 from groundup.model import TransformerLM, count_parameters
 from groundup.optim import Optimizer, clip_grad_norm, describe_groups, make_optimizer
+from groundup.optim.clip import clip_factor
 from groundup.parallel.ddp import DataParallel
 from groundup.parallel.engine import materialiser, parallelize
 from groundup.parallel.optimizer import DistributedOptimizer
-from groundup.parallel.processes import local_device
+from groundup.parallel.processes import World, local_device, this_world
 from groundup.parallel.zero import ShardedDDP, ShardedOptimizer
 from groundup.train.batches import Batch, read_batch
-from groundup.train.device import AUTOCAST, autocast, cast_weights, concrete, describe, prepared, set_matmul_precision
+from groundup.train.device import (
+    AUTOCAST,
+    autocast,
+    cast_weights,
+    compiled_unit,
+    concrete,
+    prepared,
+    set_matmul_precision,
+)
 from groundup.train.evaluate import check_validation
 from groundup.train.loss_scale import LossScaler
-from groundup.train.micro_batch import MicroBatch, find_micro_batch, with_micro_batch
-from groundup.train.plan import Plan
-from groundup.train.world import World, this_world
+from groundup.train.micro_batch import MicroBatch, find_micro_batch
 
 
 @dataclass(frozen=True)
@@ -66,16 +74,23 @@ class Job:
         return nullcontext() if last or self.engine is None else self.engine.no_sync()
 
     def clip_grad_norm(self) -> Tensor:
-        """Reduce what is not reduced yet, take the loss' scale off, clip; the joint norm before clipping."""
+        """Reduce what is not reduced yet, take the loss' scale off, clip; the joint norm before clipping.
+
+        An optimizer that heeds a factor gets one, and clips as it reads the gradients.
+        """
         holders: list[Tensor] = list(self.model.parameters())
         if self.engine is not None:
             self.engine.finish_gradient_synchronization()
         if isinstance(self.engine, ShardedDDP) and isinstance(self.optimizer, ShardedOptimizer):
             holders = [piece for line in self.optimizer.lines for piece in line.pieces]
         self.scaler.unscale(holders)
-        if self.engine is not None:
-            return self.engine.clip_grad_norm(self.config.optim.grad_clip)
-        return clip_grad_norm(holders, self.config.optim.grad_clip)
+        clip = partial(clip_grad_norm, holders) if self.engine is None else self.engine.clip_grad_norm
+        largest, moved_by = self.config.optim.grad_clip, getattr(self.optimizer, "inner", self.optimizer)
+        if not (largest and isinstance(moved_by, Optimizer) and moved_by.heeds_flag()):
+            return clip(largest)
+        norm = clip(0.0)
+        moved_by.factor = clip_factor(norm, largest)
+        return norm
 
     def settle(self) -> None:
         """Wait for parameters and counts that are still under way, before something outside the step reads them."""
@@ -129,12 +144,13 @@ def build(config: RunConfig) -> Job:
     )
     found = None
     if not train.micro_batch_size:
-        found = find_micro_batch(config, device, world.size)
-        config = with_micro_batch(config, min(world.gather(found.size)), world.size)
+        # The smallest of the ranks' for all of them, with the figures of the rank that found it.
+        found = min(world.gather(find_micro_batch(config, device, world.size)), key=lambda one: one.size)
+        config = replace(config, train=replace(train, micro_batch_size=found.size)).resolve(world_size=world.size)
         train = config.train
     torch.manual_seed(train.seed)
     scaler = LossScaler(train.precision == "fp16-mixed", device)
-    parts = _alone(config, device) if world.size == 1 else _spread(config, device)
+    parts = _alone(config, device) if world.size == 1 else _spread(config, device, world)
     return Job(config, world, device, data, sampler, scaler=scaler, found=found, **parts)
 
 
@@ -152,10 +168,10 @@ def _alone(config: RunConfig, device: torch.device) -> dict[str, Any]:
     model = _model(config, device)
     optimizer = make_optimizer(model, config.optim, config.train.seed)
     facts = {"parameters": count_parameters(model), "groups": tuple(describe_groups(optimizer))}
-    return {"model": model, "forward": prepared(model, config.train), "optimizer": optimizer, **facts}
+    return {"model": model, "forward": prepared(model, compiled_unit(config.train, 1)), "optimizer": optimizer, **facts}
 
 
-def _spread(config: RunConfig, device: torch.device) -> dict[str, Any]:
+def _spread(config: RunConfig, device: torch.device, world: World) -> dict[str, Any]:
     """The same with the engine of [parallel]. FSDP's model is born without memory and filled unit by unit."""
     train, parallel = config.train, config.parallel
     from_meta = parallel.data == "fsdp" and train.precision != "bf16-pure"
@@ -169,25 +185,7 @@ def _spread(config: RunConfig, device: torch.device) -> dict[str, Any]:
         return make_optimizer(model, config.optim, train.seed)
 
     facts = {"parameters": count_parameters(model), "groups": tuple(describe_groups(plain(model)))}
-    # Compiled as a whole, backward would give all gradients at its end and nothing could overlap.
-    prepared(model, replace(train, compile_unit="blocks"))
+    prepared(model, compiled_unit(train, world.size))
     fill = materialiser(model, train.seed) if from_meta else None
     engine, optimizer = parallelize(model, parallel, plain, AUTOCAST.get(train.precision), fill, device)
     return {"model": model, "forward": engine, "engine": engine, "optimizer": optimizer, **facts}
-
-
-def make_plan(job: Job, done: int) -> Plan:
-    """What the job derived, with `done` steps behind it."""
-    return Plan(
-        config=job.config,
-        world=job.world,
-        parameters=job.parameters,
-        device=describe(job.device),
-        train_tokens=len(job.data.train),
-        valid_tokens=len(job.data.valid),
-        train_bytes_per_token=job.data.bytes_per_token("train"),
-        windows_per_epoch=job.sampler.windows_per_epoch,
-        first_step=done + 1,
-        groups=list(job.groups),
-        found=str(job.found) if job.found else "",
-    )

@@ -11,6 +11,7 @@ from groundup.config import RunConfig
 from groundup.data import TokenData
 from groundup.errors import UserError
 from groundup.model import TransformerLM
+from groundup.parallel.state import load_weights
 from groundup.tokenizer import Tokenizer
 from groundup.train.checkpoint import (
     BEST,
@@ -18,16 +19,24 @@ from groundup.train.checkpoint import (
     Checkpoint,
     IncompleteError,
     best_step,
+    check_tensors,
     checkpoint_path,
     checkpoint_steps,
     newest_complete,
+    opened,
     read_checkpoint,
 )
-from groundup.train.device import autocast, cast_weights, choose_device, choose_precision, set_matmul_precision
+from groundup.train.device import (
+    autocast,
+    cast_weights,
+    choose_device,
+    choose_precision,
+    matmul_precision_kept,
+    set_matmul_precision,
+)
 from groundup.train.documents import DocumentEvaluation, evaluate_documents
 from groundup.train.evaluate import Evaluation, check_validation, evaluate
 from groundup.train.run_directory import RunDirectory
-from groundup.train.state import load_model
 
 
 def _to_stderr(line: str) -> None:
@@ -48,10 +57,14 @@ def load_run(
     checkpoint = _find(run, step, note)
     tokenizer = run.load_tokenizer()
     model = TransformerLM(config.model)
-    load_model(model, checkpoint.tensors(MODEL))
+    path = checkpoint.tensors(MODEL)
+    with opened(path) as (saved, read):
+        check_tensors({name: tensor.shape for name, tensor in model.state_dict().items()}, saved, path)
+        load_weights(None, model, read)
     return model.to(choose_device(device or "auto")).eval(), tokenizer, config, checkpoint.step
 
 
+@matmul_precision_kept()
 def evaluate_run(
     out: Path,
     step: int | str | None = None,
@@ -71,6 +84,7 @@ def evaluate_run(
     return found, step
 
 
+@matmul_precision_kept()
 def evaluate_run_documents(
     out: Path,
     step: int | str | None = None,

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,23 +26,24 @@ from groundup.config import RunConfig
 from groundup.errors import UserError
 from groundup.generate import generate_text
 from groundup.optim import learning_rate, set_learning_rate
+from groundup.parallel.processes import joined, this_world
 from groundup.rows import Row
 from groundup.train.batches import Batch, prefetched
-from groundup.train.checkpoint import mark_best
+from groundup.train.checkpoint import mark_best, refuse_unshared
 from groundup.train.deterministic import deterministic
+from groundup.train.device import choose_device, matmul_precision_kept
 from groundup.train.early_stopping import BestLoss
 from groundup.train.evaluate import Evaluation, evaluate
 from groundup.train.guards import Guards, apply_unless, is_out_of_memory, to_skip
 from groundup.train.interrupt import Interrupt
-from groundup.train.job import Job, build, make_plan
-from groundup.train.metrics import MetricsLog, NoLog, StepRows
+from groundup.train.job import Job, build
+from groundup.train.metrics import MetricsLog, StepRows
 from groundup.train.plausible import foreign_tokens, least_bits_per_byte
-from groundup.train.progress import Progress
+from groundup.train.progress import Progress, make_plan
 from groundup.train.resume import Stateful, at_world_size, lack_of_room_for, save, start
 from groundup.train.run_directory import RunDirectory, refuse_changes
 from groundup.train.sinks import Sinks, check_packages
 from groundup.train.speed import flops_per_token, peak_flops
-from groundup.train.world import joined, this_world
 
 T = TypeVar("T")
 
@@ -101,6 +103,7 @@ def training_step(
     return total, grad_norm, skip
 
 
+@matmul_precision_kept()
 def train(
     config: RunConfig,
     out: Path,
@@ -119,25 +122,19 @@ def train(
     world, progress = this_world(), progress or Progress()
     if world.rank:
         progress = Progress()  # one process speaks
-    with joined(world, config, progress.on_note), ExitStack() as stack:
+    kind = choose_device(config.train.device).type
+    with joined(world, kind, config.parallel, progress.on_note), ExitStack() as stack:
         out, config = world.on_rank_zero(lambda: _begun(config, out, resume, world.size))
         run = RunDirectory(out)
         stack.enter_context(deterministic(config.train.deterministic))
         job = build(config)
         world.on_rank_zero(lambda: stack.enter_context(run.locked()))
+        if resume or config.parallel.checkpoint == "dcp":
+            refuse_unshared(world, run.path)
         stack.enter_context(progress)
         if not resume:
             world.on_rank_zero(run.refuse_second_run)  # another process may have made one since
-        guards, best = Guards(job.config.train), BestLoss(job.config.train.min_delta)
-        extra: dict[str, Stateful] = {"guards": guards, "best": best, "scaler": job.scaler}
-        step, rows = start(job, run, resume, progress.on_note, extra, allow_changed_data)
-        best.replay(rows)
-        progress.on_plan(make_plan(job, step))
-        own = job.config if world.rank == 0 else replace(job.config, train=replace(job.config.train, sinks=()))
-        sinks = stack.enter_context(Sinks(own, run, step, progress.on_note))
-        log = stack.enter_context(MetricsLog(run.metrics) if world.rank == 0 else NoLog())
-        interrupt = stack.enter_context(Interrupt())
-        return _Loop(job, run, log, progress, sinks, interrupt, guards, best, extra, step, rows).go()
+        return _Loop(job, run, progress).go(resume, allow_changed_data)
 
 
 def _begun(config: RunConfig, out: Path, resume: bool, world_size: int) -> tuple[Path, RunConfig]:
@@ -156,47 +153,52 @@ def _begun(config: RunConfig, out: Path, resume: bool, world_size: int) -> tuple
     return out, config
 
 
-@dataclass
 class _Loop:
     """The loop's state besides the job's tensors: how far it is, and what it has saved and seen."""
 
-    job: Job
-    run: RunDirectory
     log: MetricsLog
-    progress: Progress
     sinks: Sinks
     interrupt: Interrupt
-    guards: Guards
-    best: BestLoss
-    extra: dict[str, Stateful]
-    """What a checkpoint holds beside weights, optimizer state and random numbers."""
     done: int
     """Optimizer steps done."""
-    rows: list[Row]
-    """The rows of a resumed run up to `done`."""
+    evaluations: list[Row]
+    """Those of a resumed run up to its first step."""
 
-    def __post_init__(self) -> None:
-        self.train = self.job.config.train
-        self.saved = self.first = self.done
+    def __init__(self, job: Job, run: RunDirectory, progress: Progress):
+        self.job, self.run, self.progress, self.train = job, run, progress, job.config.train
+        self.guards, self.best = Guards(self.train), BestLoss(self.train.min_delta)
+        self.extra: dict[str, Stateful] = {"guards": self.guards, "best": self.best, "scaler": job.scaler}
+        """What a checkpoint holds beside weights, optimizer state and random numbers."""
+        self.valid_loss: float | None = None
+        """The newest one."""
         self.put_off = False
         """Whether a checkpoint is due that the disk had no room for."""
-        self.valid_losses = [row["valid_loss"] for row in self.rows if "valid_loss" in row]
-        self.least_bits = -1.0
-        """Fewest bits per byte that can be true; below 0: not measured yet."""
-        self.started = time.monotonic()
 
-    def go(self) -> TrainResult:
-        """Do the steps that are left, with their saves and evaluations."""
-        try:
-            self._steps()
-        except _Stop:
-            if self.saved < self.done:
-                self._save(required=True)
-            self.progress.on_note(
-                f"interrupted: step {self.done} is saved; go on with: groundup train --out {self.run.path} --resume"
-            )
-            return self._result(interrupted=True)
-        return self._result(interrupted=False)
+    def go(self, resume: bool, allow_changed_data: bool) -> TrainResult:
+        """Begin or go on, and do the steps that are left, with their saves and evaluations."""
+        note, writes = self.progress.on_note, self.job.world.rank == 0
+        self.done, self.evaluations = start(self.job, self.run, resume, note, self.extra, allow_changed_data)
+        self.saved = self.first = self.done
+        self.best.replay(self.evaluations)
+        if self.evaluations:
+            self.valid_loss = self.evaluations[-1]["valid_loss"]
+        self.progress.on_plan(make_plan(self.job, self.done))
+        self.started = time.monotonic()
+        with (
+            Sinks(self.train.sinks if writes else (), self.job.config, self.run, self.done, note) as self.sinks,
+            MetricsLog(self.run.metrics if writes else None) as self.log,
+            Interrupt() as self.interrupt,
+        ):
+            try:
+                self._steps()
+            except _Stop:
+                if self.saved < self.done:
+                    self._save(required=True)
+                note(
+                    f"interrupted: step {self.done} is saved; go on with: groundup train --out {self.run.path} --resume"
+                )
+                return self._result(interrupted=True)
+            return self._result(interrupted=False)
 
     def _steps(self) -> None:
         train, optim, job = self.train, self.job.config.optim, self.job
@@ -233,7 +235,7 @@ class _Loop:
         return step > 0 and every > 0 and (step % every == 0 or step == self.train.steps)
 
     def _is_evaluated(self, step: int) -> bool:
-        return any(row["step"] == step and "valid_loss" in row for row in self.rows)
+        return any(row["step"] == step for row in self.evaluations)
 
     def _is_over(self) -> bool:
         """Whether early stopping ends the run here, with a line that says so."""
@@ -263,9 +265,8 @@ class _Loop:
         if self.saved == self.done:
             return
         self.job.settle()
-        lack = lack_of_room_for(self.job, self.run)
-        if self.job.world.any(lack is not None):
-            line = f"step {self.done} cannot be saved: {lack or 'another rank has no room'}"
+        if lack := lack_of_room_for(self.job, self.run):
+            line = f"step {self.done} cannot be saved: {lack}"
             if required:
                 raise UserError(f"{line}; the checkpoints before it are kept: free space, then go on with --resume")
             if not self.put_off or self._is_due(self.done, self.train.save_every):
@@ -287,8 +288,6 @@ class _Loop:
                 "kept: try a lower optim.lr"
             )
         row: Row = {"step": self.done, "valid_loss": found.loss, "valid_bits_per_byte": found.bits_per_byte}
-        if self.least_bits < 0:
-            self.least_bits = least_bits_per_byte(self.job.data)
         if found.bits_per_byte < self.least_bits:
             row["suspicious"] = True
             self.progress.on_note(
@@ -306,7 +305,12 @@ class _Loop:
         self.log.write(row)
         self.sinks.write(row)
         self.progress.on_eval(row)
-        self.valid_losses.append(found.loss)
+        self.valid_loss = found.loss
+
+    @cached_property
+    def least_bits(self) -> float:
+        """Fewest bits per byte that can be true."""
+        return least_bits_per_byte(self.job.data)
 
     def _validate(self) -> Evaluation:
         self.job.settle()
@@ -352,16 +356,9 @@ class _Loop:
             raise _Stop
 
     def _result(self, interrupted: bool) -> TrainResult:
-        found = self.best.step > 0
-        return TrainResult(
-            self.run.path,
-            self.done,
-            interrupted,
-            self.valid_losses[-1] if self.valid_losses else None,
-            not interrupted and self.done < self.train.steps,
-            self.best.loss if found else None,
-            self.best.step if found else None,
-        )
+        early = not interrupted and self.done < self.train.steps
+        best = (self.best.loss, self.best.step) if self.best.step else (None, None)
+        return TrainResult(self.run.path, self.done, interrupted, self.valid_loss, early, *best)
 
 
 class _Stop(Exception):

@@ -15,14 +15,13 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 
 from groundup.errors import UserError
 from groundup.train.job import Job
 from groundup.train.loop import training_step
-from groundup.train.state import rng_state, set_rng_state
+from groundup.train.resume import rng_state, set_rng_state
 
 BETA = 0.8
 """Of the exponential means."""
@@ -125,17 +124,13 @@ def _steepest(rates: list[float], smoothed: list[float]) -> float:
 def _remembered(job: Job) -> Callable[[], None]:
     """Copy all that a step changes; the result puts it back."""
     weights = {name: tensor.to("cpu", copy=True) for name, tensor in job.model.state_dict().items()}
-    states: dict[Any, dict[str, Any]] = {p: deepcopy(state) for p, state in job.optimizer.state.items()}
-    rates = [group["lr"] for group in job.optimizer.param_groups]
+    optimizer = deepcopy(job.optimizer.state_dict())
     random, scale = rng_state(job.device), job.scaler.state_dict()
 
     @torch.no_grad()
     def restore() -> None:
         job.model.load_state_dict(weights)
-        job.optimizer.state.clear()
-        job.optimizer.state.update(states)
-        for group, lr in zip(job.optimizer.param_groups, rates, strict=True):
-            group["lr"] = lr
+        job.optimizer.load_state_dict(optimizer)
         job.optimizer.zero_grad(set_to_none=True)
         set_rng_state(random, job.device)
         job.scaler.load_state_dict(scale)

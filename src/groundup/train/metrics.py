@@ -15,7 +15,6 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from errno import ENOSPC
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -34,23 +33,24 @@ def cut_back(path: Path, step: int) -> list[Row]:
 
 
 class MetricsLog:
-    """Appends rows to metrics.jsonl; a row that was written survives a kill of the process."""
+    """Appends rows to metrics.jsonl; a row that was written survives a kill of the process. path None: to nowhere."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path | None):
         self.path = path
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
+        self._file = open(path, "ab", buffering=0) if path else None  # noqa: SIM115 - open as long as the run
 
     def write(self, row: Row) -> None:
         """Append one row. Raises UserError when the disk is full."""
         line = json.dumps(row).encode() + b"\n"
         with self._explained():
-            if self._file.write(line) != len(line):
+            if self._file is not None and self._file.write(line) != len(line):
                 raise OSError(ENOSPC, os.strerror(ENOSPC))
 
     def sync(self) -> None:
         """Flush to disk. Raises UserError as write does."""
         with self._explained():
-            os.fsync(self._file.fileno())
+            if self._file is not None:
+                os.fsync(self._file.fileno())
 
     @contextmanager
     def _explained(self) -> Generator[None]:
@@ -64,23 +64,9 @@ class MetricsLog:
     def __enter__(self) -> "MetricsLog":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-
-
-class NoLog(MetricsLog):
-    """For the ranks that write nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(Path(os.devnull))
-
-    def write(self, row: Row) -> None:
-        pass
-
-    def sync(self) -> None:
-        pass
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
 
 
 class StepRows:

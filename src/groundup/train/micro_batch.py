@@ -13,7 +13,9 @@ the largest.
 """
 
 import gc
-from dataclasses import dataclass, replace
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cache
 
 import psutil
 import torch
@@ -61,38 +63,25 @@ def find_micro_batch(config: RunConfig, device: torch.device, world_size: int = 
     sequence fits. What it allocates is gone when it returns; the global random state is as before.
     """
     share = config.train.global_batch_size // world_size
-    limit = int(config.train.memory_gib * GIB) or free_memory(device)
+    limit = int(config.train.memory_gib * GIB)
+    if not limit and device.type == "cuda":
+        torch.cuda.empty_cache()
+        limit = int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
+    elif not limit:
+        limit = int(psutil.virtual_memory().available * CPU_SHARE)
+    predicted = cache(lambda size: predicted_bytes(config, size, device))
     sizes = [n for n in range(1, share + 1) if share % n == 0]
-    predictions: dict[int, int] = {}
-
-    def fits(size: int) -> bool:
-        predictions[size] = predicted_bytes(config, size, device)
-        return predictions[size] <= limit
-
-    low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if fits(sizes[middle]) else (low, middle)
     failed: list[int] = []
-    for size in reversed(sizes[:low]):
+    for size in reversed(sizes[: bisect_right(sizes, limit, key=predicted)]):
         measured = step_bytes(config, size, device)
         if measured is not None and measured <= limit:
-            fits(size)  # a smaller one than the bisection ended with may not be predicted yet
-            return MicroBatch(size, predictions[size], measured, limit, tuple(failed))
+            return MicroBatch(size, predicted(size), measured, limit, tuple(failed))
         failed.append(size)
     raise UserError(
         f"not even one sequence of {config.model.context_length} tokens fits into {limit / GIB:.2f} GiB "
-        f"({predicted_bytes(config, 1, device) / GIB:.2f} GiB predicted); take a smaller model or context, "
+        f"({predicted(1) / GIB:.2f} GiB predicted); take a smaller model or context, "
         "model.checkpoint_activations 1, or allow more with train.memory_gib"
     )
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that a run may plan with on `device`."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        return int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
-    return int(psutil.virtual_memory().available * CPU_SHARE)
 
 
 def predicted_bytes(config: RunConfig, size: int, device: torch.device) -> int:
@@ -144,8 +133,3 @@ def _steps(config: RunConfig, size: int, device: torch.device) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-
-
-def with_micro_batch(config: RunConfig, size: int, world_size: int = 1) -> RunConfig:
-    """The configuration with the micro-batch filled in, and the accumulation that follows from it."""
-    return replace(config, train=replace(config.train, micro_batch_size=size)).resolve(world_size=world_size)

@@ -1,21 +1,99 @@
-"""What a run tells its watcher, and the watcher that shows it to a person.
+"""What a run derived and how, said before the first step; what it tells its watcher, and the one for a person.
 
 `Progress` is the protocol: train() calls its methods, each of which does nothing here. `ConsoleProgress` draws one live
 line on a terminal, without what a narrow one has no room for; without a terminal (a log file, a batch job) it prints
 about twenty plain lines a run.
 """
 
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from groundup.config import RunConfig
+from groundup.train.device import compiled_unit, describe
 from groundup.train.evaluate import bits_per_byte
-from groundup.train.plan import Plan
+from groundup.train.job import Job
 
 PLAIN_LINES = 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a person wants to see of a run before it starts."""
+
+    first_step: int
+    """The first step that is still to do: 1, or the one after the checkpoint."""
+    steps: int
+    """Of the whole run."""
+    train_bytes_per_token: float
+    lines: list[str]
+    """One fact a line."""
+
+
+def make_plan(job: Job, done: int) -> Plan:
+    """The plan of a job with `done` steps behind it."""
+    config, model, train = job.config, job.config.model, job.config.train
+    unit = compiled_unit(train, job.world.size)
+    lines = [
+        f"model      {job.parameters:,} parameters: {model.n_layers} layers, d_model {model.d_model}, "
+        f"{model.n_heads} heads, d_ff {model.d_ff}, context {model.context_length}, vocabulary {model.vocab_size:,}",
+        f"device     {describe(job.device)}, {train.precision}{f', compiled ({unit})' if unit else ''}",
+        f"batch      {train.global_batch_size} sequences = micro-batch {train.micro_batch_size} × accumulation "
+        f"{train.grad_accumulation} × world size {job.world.size}; {job.tokens_per_step:,} tokens a step",
+        *([f"parallel   {_parallel(job)}"] if job.world.size > 1 else []),
+        *([f"           {job.found}"] if job.found else []),
+        f"steps      {_steps(job, done + 1)}",
+        f"data       {_epochs(job)}",
+        f"optimizer  {_schedule(config)}",
+        *(f"           {group}" for group in job.groups),
+    ]
+    return Plan(done + 1, train.steps, job.data.bytes_per_token("train"), lines)
+
+
+def _parallel(job: Job) -> str:
+    parallel = job.config.parallel
+    state = "optimizer state sharded" if parallel.optimizer == "zero1" else "optimizer state whole"
+    weights = "weights, gradients and state sharded" if "fsdp" in parallel.data else f"weights whole, {state}"
+    return f"{job.world.size} processes, {parallel.data}: {weights}"
+
+
+def _steps(job: Job, first: int) -> str:
+    train = job.config.train
+    if train.tokens:
+        source = f" = {train.tokens:,} tokens / {job.tokens_per_step:,} a step, rounded up"
+    else:
+        source = f"; {train.steps * job.tokens_per_step:,} tokens"
+    rest = f", going on at step {first:,}" if first > 1 else ""
+    if first > train.steps:
+        rest = ", all of them done"
+    return f"{train.steps:,}{source}{rest}"
+
+
+def _schedule(config: RunConfig) -> str:
+    optim, steps = config.optim, config.train.steps
+    if optim.warmup_steps > steps:
+        reached = optim.lr * steps / optim.warmup_steps
+        return f"lr rising to {reached:g} only: the warm-up of {optim.warmup_steps} steps is longer than the run"
+    after = {
+        "cosine": f"a cosine to {optim.lr * optim.min_lr_ratio:g}",
+        "linear": f"a line to {optim.lr * optim.min_lr_ratio:g}",
+        "wsd": f"constant, over the last {optim.decay_share:.0%} a line to {optim.lr * optim.min_lr_ratio:g}",
+        "constant": "constant",
+    }
+    return f"peak lr {optim.lr:g} after {optim.warmup_steps} steps, then {after[optim.schedule]}"
+
+
+def _epochs(job: Job) -> str:
+    per_epoch = job.sampler.windows_per_epoch * job.config.model.context_length
+    seen = job.config.train.steps * job.tokens_per_step / per_epoch
+    order = "epochs" if job.config.data.order == "shuffled" else "times as many drawn at random"
+    return (
+        f"{len(job.data.train):,} training tokens ({per_epoch:,} an epoch): {seen:.2f} {order}; "
+        f"{len(job.data.valid):,} validation tokens"
+    )
 
 
 class Progress:
@@ -24,9 +102,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         return None
 
     def on_plan(self, plan: Plan) -> None:
@@ -51,16 +127,14 @@ class ConsoleProgress(Progress):
         self._plan: Plan | None = None
         self._valid = ""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def on_plan(self, plan: Plan) -> None:
         self._plan = plan
-        for line in plan.lines():
+        for line in plan.lines:
             self._print(line)
         if self.console.is_terminal:
             self._live = Live(console=self.console, refresh_per_second=4)
@@ -75,7 +149,7 @@ class ConsoleProgress(Progress):
             line = self._line(self._plan, row, self.console.width)
             self._live.update(Text(line, overflow="ellipsis", no_wrap=True))
             return
-        steps = self._plan.config.train.steps
+        steps = self._plan.steps
         every = max(1, steps // PLAIN_LINES)
         if row["step"] % every == 0 or row["step"] in (self._plan.first_step, steps):
             self._print(self._line(self._plan, row))
@@ -94,7 +168,7 @@ class ConsoleProgress(Progress):
         loss, norm = row["loss"], row["grad_norm"]
         bits = "" if loss is None else f"{bits_per_byte(loss, plan.train_bytes_per_token):.3f} bits/byte"
         parts = {
-            "step": f"step {row['step']:,}/{plan.config.train.steps:,}",
+            "step": f"step {row['step']:,}/{plan.steps:,}",
             "loss": "loss not finite" if loss is None else f"loss {loss:.4f}{' (spike)' if row.get('spike') else ''}",
             "bits": bits,
             "valid": self._valid if self._live is not None else "",

@@ -4,6 +4,7 @@ The schedule is a function of the step and the data order one of (seed, step), s
 besides weights and optimizer is `Stateful` and lies in state.json: guards, early stopping, a loss scaler.
 """
 
+import base64
 import hashlib
 import platform
 from collections.abc import Callable, Mapping
@@ -13,7 +14,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from safetensors import safe_open
 
 from groundup import __version__
 from groundup.config import RunConfig
@@ -27,29 +27,19 @@ from groundup.train.checkpoint import (
     MODEL,
     OPTIMIZER,
     Checkpoint,
+    check_tensors,
     lack_of_room,
     newest_complete,
+    opened,
     prune_checkpoints,
     save_checkpoint,
-    save_shards,
 )
 from groundup.train.job import Job
 from groundup.train.metrics import cut_back
 from groundup.train.run_directory import RunDirectory, flat_fields, refuse_edits
-from groundup.train.state import (
-    check_tensors,
-    load_model,
-    load_optimizer,
-    model_tensors,
-    optimizer_tensors,
-    rng_state,
-    set_rng_state,
-)
 
 IMPORTED = "imported"
 """Key in the state.json of a checkpoint that has weights alone (exchange.py)."""
-
-
 EDGE = 1 << 16
 """Ids at both ends of a token file that a resume compares."""
 
@@ -63,15 +53,12 @@ class Stateful(Protocol):
 
 
 def lack_of_room_for(job: Job, run: RunDirectory) -> str | None:
-    """What to say when the disk has no room for a checkpoint of the job."""
-    run.checkpoints.mkdir(exist_ok=True)
-    if not job.is_sharded:
-        tensors = [*model_tensors(job.model).values(), *optimizer_tensors(job.model, job.optimizer).values()]
-        return lack_of_room(run.checkpoints, tensors)
+    """What to say, on every rank, when the disk of rank 0 has no room for a checkpoint of the job."""
     entries = getattr(job.optimizer, "inner", job.optimizer).state.values()
     own = sum(local_bytes(value) for entry in entries for value in entry.values())
-    total = sum(job.world.gather(own)) + job.parameters * next(job.model.parameters()).element_size()
-    return lack_of_room(run.checkpoints, [torch.empty(total, dtype=torch.uint8, device="meta")])
+    state = sum(job.world.gather(own)) if job.is_sharded else own
+    needed = state + job.parameters * next(job.model.parameters()).element_size()
+    return job.world.on_rank_zero(lambda: lack_of_room(run.checkpoints, needed))
 
 
 def save(job: Job, run: RunDirectory, step: int, extra: Mapping[str, Stateful]) -> None:
@@ -86,26 +73,15 @@ def save(job: Job, run: RunDirectory, step: int, extra: Mapping[str, Stateful]) 
         "versions": _versions(),
     }
     train = job.config.train
-
-    def prune() -> None:
-        prune_checkpoints(run.checkpoints, step, train.keep_last, train.keep_every)
-
     if job.config.parallel.checkpoint == "dcp" and isinstance(job.engine, TorchFSDP2):
-        save_shards(job.world, run.checkpoints, step, *own_tensors(job.engine, job.model, job.optimizer), facts)
-        job.world.on_rank_zero(prune)
-        return
-    writes = job.world.rank == 0
-    if job.is_sharded and job.engine is not None:
+        tensors = own_tensors(job.engine, job.model, job.optimizer)
+        save_checkpoint(run.checkpoints, step, *tensors, facts, job.world)
+    else:
+        writes = job.world.rank == 0
         weights = whole_weights(job.engine, job.model, writes)
-        optimizer = whole_state(job.engine, job.model, job.optimizer, writes)
-    elif writes:
-        weights, optimizer = model_tensors(job.model), optimizer_tensors(job.model, job.optimizer)
-
-    def write() -> None:
-        save_checkpoint(run.checkpoints, step, weights, optimizer, facts)
-        prune()
-
-    job.world.on_rank_zero(write)
+        state = whole_state(job.engine, job.model, job.optimizer, writes)
+        job.world.on_rank_zero(lambda: save_checkpoint(run.checkpoints, step, weights, state, facts))
+    job.world.on_rank_zero(lambda: prune_checkpoints(run.checkpoints, step, train.keep_last, train.keep_every))
 
 
 def start(
@@ -116,7 +92,7 @@ def start(
     extra: Mapping[str, Stateful],
     allow_changed_data: bool = False,
 ) -> tuple[int, list[Row]]:
-    """Begin a run, or put back its newest complete checkpoint; returns the steps done and their rows.
+    """Begin a run, or put back its newest complete checkpoint; returns the steps done and the rows of evaluations.
 
     `allow_changed_data`: go on with token files that are not the ones of before, if the tokenizer is.
     """
@@ -128,11 +104,15 @@ def start(
         world.on_rank_zero(lambda: run.begin(job.config, Path(job.config.data.path) / "tokenizer.json"))
         return 0, []
     _restore(job, checkpoint, run, note, extra, allow_changed_data)
-    rows = world.on_rank_zero(lambda: cut_back(run.metrics, checkpoint.step))
-    last = max((row["step"] for row in rows), default=0)
+
+    def known_rows() -> tuple[int, list[Row]]:
+        rows = cut_back(run.metrics, checkpoint.step)
+        return max((row["step"] for row in rows), default=0), [row for row in rows if "valid_loss" in row]
+
+    last, evaluations = world.on_rank_zero(known_rows)
     if last < checkpoint.step:
         note(f"{run.metrics} ends at step {last}; the rows up to step {checkpoint.step} are lost")
-    return checkpoint.step, rows
+    return checkpoint.step, evaluations
 
 
 def _restore(
@@ -152,11 +132,7 @@ def _restore(
         )
     _check_data(job, state["data"], checkpoint, run, note, allow_changed_data)
     refuse_edits(state["config"], job.config, run.path)
-    if job.is_sharded:
-        _load_parts(job, checkpoint)
-    else:
-        load_model(job.model, checkpoint.tensors(MODEL))
-        load_optimizer(job.model, job.optimizer, checkpoint.tensors(OPTIMIZER))
+    _load(job, checkpoint.tensors(MODEL), checkpoint.tensors(OPTIMIZER))
     for name, part in extra.items():
         if name in state.get("extra", {}):  # a checkpoint older than the part has none
             part.load_state_dict(state["extra"][name])
@@ -172,27 +148,56 @@ def _restore(
     note(f"going on from {checkpoint.path}")
 
 
-def _load_parts(job: Job, checkpoint: Checkpoint) -> None:
-    """Each rank reads its own parts of the mapped files or shards. Raises UserError as load_model does."""
-    assert job.engine is not None
-    path, state_path = checkpoint.tensors(MODEL), checkpoint.tensors(OPTIMIZER)
+def _load(job: Job, weights: Path, state: Path) -> None:
+    """Each rank reads its own parts of the mapped files or shards. Raises UserError naming the first tensor that is
+    missing or has another shape.
+    """
     with torch.device("meta"):
-        expected = {name: tensor.shape for name, tensor in TransformerLM(job.config.model).state_dict().items()}
-    if path.is_dir():
-        weights, state = Shards(path), Shards(state_path)
-        saved = {name: torch.empty(weights.shape(name), device="meta") for name in weights.keys()}  # noqa: SIM118
-        check_tensors(expected, saved, path)
-        if isinstance(job.engine, TorchFSDP2):
-            load_own(job.engine, job.model, job.optimizer, weights, state)
-            return
-        load_weights(job.engine, job.model, weights.get_tensor)
-        load_state(job.engine, job.model, job.optimizer, state.keys(), state.get_tensor)
-        return
-    with safe_open(path, framework="pt") as weights, safe_open(state_path, framework="pt") as state:
-        saved = {name: torch.empty(weights.get_slice(name).get_shape(), device="meta") for name in weights.keys()}  # noqa: SIM118
-        check_tensors(expected, saved, path)
-        load_weights(job.engine, job.model, weights.get_tensor)
-        load_state(job.engine, job.model, job.optimizer, state.keys(), state.get_tensor)
+        shapes = {name: tensor.shape for name, tensor in TransformerLM(job.config.model).state_dict().items()}
+    own = weights.is_dir() and isinstance(job.engine, TorchFSDP2)
+    with opened(weights) as (saved, read):
+        check_tensors(shapes, saved, weights)
+        if not own:
+            load_weights(job.engine, job.model, read)
+    with opened(state) as (saved, read):
+        check_tensors(_state_shapes(job, shapes, saved), saved, state)
+        if not own:
+            load_state(job.engine, job.model, job.optimizer, saved, read)
+    if own:
+        load_own(job.engine, job.model, job.optimizer, Shards(weights), Shards(state))
+
+
+def _state_shapes(job: Job, shapes: Mapping[str, torch.Size], saved: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
+    """The optimizer state that there must be. Which kinds there are is the optimizer's matter, by group; what one
+    parameter of a group has, all of them must have.
+    """
+    names = {parameter: name for name, parameter in job.model.named_parameters()}
+    expected: dict[str, torch.Size] = {}
+    for group in job.optimizer.param_groups:
+        members = dict.fromkeys(names[p] for p in group["params"])
+        kinds = {full.partition(".")[0]: shape for full, shape in saved.items() if full.partition(".")[2] in members}
+        expected |= {
+            f"{kind}.{name}": shapes[name] if kinds[kind] else torch.Size() for kind in kinds for name in members
+        }
+    return expected
+
+
+def rng_state(device: torch.device) -> dict[str, str]:
+    """torch's generators of this rank as base64. Nothing in a run draws from another one."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return {name: base64.b64encode(tensor.numpy().tobytes()).decode() for name, tensor in state.items()}
+
+
+def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Put the generators back; a run that moved to another kind of device keeps that device's fresh one."""
+    tensors = {
+        name: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8) for name, text in state.items()
+    }
+    torch.set_rng_state(tensors["cpu"])
+    if device.type == "cuda" and "cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["cuda"], device)
 
 
 def at_world_size(config: RunConfig, size: int) -> RunConfig:

@@ -11,74 +11,60 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from hashlib import sha256
 from importlib import import_module
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from groundup.config import RunConfig
 from groundup.errors import UserError
 from groundup.rows import Row
 from groundup.train.run_directory import RunDirectory, flat_fields
 
-PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
-"""Sink → the module that it needs; importing the first needs the package tensorboard."""
-
 
 def check_packages(names: Iterable[str]) -> None:
     """Raise UserError for the first sink whose package is not installed."""
     for name in names:
         try:
-            import_module(PACKAGES[name])
+            import_module(KINDS[name].module)
         except ImportError:
             raise UserError(
                 f"train.sinks asks for {name}, which is not installed: pip install {name}, or leave it out"
             ) from None
 
 
-class Sink(Protocol):
-    """Takes the rows of metrics.jsonl."""
-
-    def write(self, row: Row) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Sinks:
-    """The sinks of a run, a context; `step` steps are done."""
+    """The sinks `names` of a run, a context; `step` steps are done."""
 
-    def __init__(self, config: RunConfig, run: RunDirectory, step: int, note: Callable[[str], None]):
+    def __init__(
+        self, names: Iterable[str], config: RunConfig, run: RunDirectory, step: int, note: Callable[[str], None]
+    ):
         self._note = note
-        self._sinks: dict[str, Sink] = {name: KINDS[name](config, run, step) for name in config.train.sinks}
+        self._sinks: dict[str, Any] = {name: KINDS[name](config, run, step) for name in names}
 
     def write(self, row: Row) -> None:
         """Give the row to every sink; one that fails gets no more."""
-        for name, sink in list(self._sinks.items()):
-            try:
-                sink.write(row)
-            except Exception as error:
-                self._drop(name, error)
+        for name in list(self._sinks):
+            self._try(name, "write", row)
 
-    def _drop(self, name: str, error: Exception) -> None:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        self._note(f"{name} gets no more rows: {reason}; metrics.jsonl has them all")
-        sink = self._sinks.pop(name)
-        with suppress(Exception):
-            sink.close()
+    def _try(self, name: str, what: str, *args: Any) -> None:
+        try:
+            getattr(self._sinks[name], what)(*args)
+        except Exception as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            self._note(f"{name} gets no more rows: {reason}; metrics.jsonl has them all")
+            with suppress(Exception):
+                self._sinks.pop(name).close()
 
     def __enter__(self) -> "Sinks":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for name, sink in list(self._sinks.items()):
-            try:
-                sink.close()
-            except Exception as failure:
-                self._drop(name, failure)
+    def __exit__(self, *_: object) -> None:
+        for name in list(self._sinks):
+            self._try(name, "close")
 
 
 class TensorBoard:
     """Event files in RUN/tensorboard: one curve a field, by step."""
+
+    module = "torch.utils.tensorboard"  # which needs the package tensorboard
 
     def __init__(self, config: RunConfig, run: RunDirectory, step: int):
         from torch.utils.tensorboard import SummaryWriter
@@ -98,6 +84,8 @@ class TensorBoard:
 
 class WeightsAndBiases:
     """A run of W&B in RUN/wandb, its id made from the run's path, its fields as metrics by step."""
+
+    module = "wandb"
 
     def __init__(self, config: RunConfig, run: RunDirectory, step: int):
         wandb: Any = import_module("wandb")
@@ -122,10 +110,7 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-KINDS: dict[str, Callable[[RunConfig, RunDirectory, int], Sink]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-}
+KINDS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 
 
 def _numbers(row: Row) -> dict[str, float]:
