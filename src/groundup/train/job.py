@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from groundup.data import TokenData, WindowSampler
 from groundup.errors import UserError
 from groundup.model import TransformerLM, count_parameters
 from groundup.optim import Optimizer, clip_grad_norm, describe_groups, make_optimizer
-from groundup.optim.clip import clip_factor
 from groundup.optim.clip import clip_factor
 from groundup.parallel.ddp import DataParallel
 from groundup.parallel.engine import materialiser, parallelize
