@@ -102,12 +102,7 @@ def check(rows: Rows, device, tiny: bool) -> None:
         truth = one_process(model, device)
         for engine in ENGINES[1:]:
             name = {"case": "equal to one process", "engine": engine, "tied": tied}
-            attempt(
-                rows,
-                name,
-                lambda engine=engine, model=model, truth=truth: difference(engine, model, truth, device),
-                device,
-            )
+            attempt(rows, name, partial(difference, engine, model, truth, device), device)
     sizes = (512, 1024, 10 * 1024, 100 * 1024, 1024 * 1024)
     for kib in sizes[: 2 if tiny else 5]:
         case = {"case": "all-reduce", "MiB": kib / 1024}
@@ -300,10 +295,7 @@ def work(section: str, out: Path, tiny: bool, end: float, only: list[str]) -> No
     rows = Rows(out / f"{section}.json", world.rank, end, only)
     given = {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "TORCH_NCCL_"))}
     rows.add(section=section, world_size=world.size, nccl_variables=given | chosen, environment=environment(device))
-    if section == "check":
-        torch.set_float32_matmul_precision("highest")
-    else:
-        torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision("highest" if section == "check" else "high")
     torch._dynamo.config.recompile_limit = 64  # several engines with weights of two types share one process
     {"check": check, "small": small, "large": large, "buckets": buckets, "board": board}[section](rows, device, tiny)
     disconnect()

@@ -111,7 +111,7 @@ def plan(args: argparse.Namespace, work: Path) -> list[Job]:
             options += ["--time-limit", "150"]
             cells.append(Job(name, own("generate", name=name, options=options), 200, True))
             if batch == 1:
-                cells.append(Job("generate-1-profile", own("decode_profile", options=cell), 120, True))
+                cells.append(Job("generate-1-profile", own("decode_profile", options=cell), 200, True))
         timed = [*cells[:2], *timed, *cells[2:]]
     return shared + timed
 
