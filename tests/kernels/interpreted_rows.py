@@ -45,10 +45,19 @@ def test_rms_norm_of_a_transposed_input_and_an_expanded_gradient():
     torch.testing.assert_close(weight_grad, weight.grad)
 
 
+def test_rms_norm_whose_sum_alone_is_used():
+    x, r, weight = (torch.randn(shape, requires_grad=True) for shape in ((3, 20), (3, 20), (20,)))
+    total = rms_norm(x, weight, residual=r, backend="triton")[1]
+    grads = torch.autograd.grad(total.sum(), (x, r, weight), allow_unused=True)
+    assert grads[0].eq(1).all()
+    assert grads[1].eq(1).all()
+    assert grads[2] is None
+
+
 def test_operators_are_registered_in_full():
     x, weight = torch.randn(6, 40, requires_grad=True), torch.randn(40, requires_grad=True)
-    torch.library.opcheck(torch.ops.groundup.rms_norm_forward.default, (x, weight, 1e-5))
-    torch.library.opcheck(torch.ops.groundup.rms_norm_residual_forward.default, (x, x.detach() * 2, weight, 1e-5))
+    for residual in (None, x.detach() * 2):
+        torch.library.opcheck(torch.ops.groundup.rms_norm_forward.default, (x, residual, weight, 1e-5))
     head, targets = torch.randn(11, 40, requires_grad=True), torch.randint(0, 11, (6,))
     arguments = (x, head, targets, torch.tensor(3.0), 0.0, 0.0, True, True, True)
     torch.library.opcheck(torch.ops.groundup.linear_cross_entropy.default, arguments)

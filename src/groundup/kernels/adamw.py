@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from groundup.errors import UserError
-from groundup.kernels.backend import launch, on_device_of, runs_triton
+from groundup.kernels.backend import launch, runs_triton
 
 BLOCK = 2048
 """Elements of a program."""
@@ -62,15 +62,14 @@ def adamw_step(
     if not len(of_tensor):
         return  # a rank may own nothing of a small model
     beta1, beta2 = betas
-    with on_device_of(weights[0]):
-        launch(adamw_kernel, len(of_tensor),
-            table, of_tensor, start, sizes, table if skip is None else skip.view(torch.uint8),
-            table if factor is None else factor.to(device, torch.float32),
-            1 - lr * weight_decay, beta1, beta2, eps,
-            (1 - beta2**step) ** -0.5, lr / (1 - beta1**step),
-            BLOCK=BLOCK, BF16_GRADIENTS=gradients[0].dtype == torch.bfloat16, COPIES=bool(copies), ALIGNED=aligned,
-            ASKED=skip is not None, SCALED=factor is not None,
-        )  # fmt: skip
+    launch(weights[0], adamw_kernel, len(of_tensor),
+        table, of_tensor, start, sizes, table if skip is None else skip.view(torch.uint8),
+        table if factor is None else factor.to(device, torch.float32),
+        1 - lr * weight_decay, beta1, beta2, eps,
+        (1 - beta2**step) ** -0.5, lr / (1 - beta1**step),
+        BLOCK=BLOCK, BF16_GRADIENTS=gradients[0].dtype == torch.bfloat16, COPIES=bool(copies), ALIGNED=aligned,
+        ASKED=skip is not None, SCALED=factor is not None,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=64)

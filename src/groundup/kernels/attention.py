@@ -130,20 +130,16 @@ def reference(
     q: Tensor, k: Tensor, v: Tensor, rule: Rule, documents: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     """Every feature with the whole score matrix, softmax in float32 at least."""
-    n_q, n_k, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    n_k, group = k.shape[2], q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
     scores = at_least_float32((q * rule.scale) @ k.transpose(-1, -2))
     if rule.softcap:
         scores = rule.softcap * torch.tanh(scores / rule.softcap)
-    if documents is not None:
-        (lo, hi), _ = intervals(*documents, rule.causal, rule.window)
-        j = torch.arange(n_k, device=q.device)
-        hidden = ((j < lo[..., None]) | (j >= hi[..., None]))[:, None]
-    else:
-        back = torch.arange(n_q, device=q.device)[:, None] + n_k - n_q - torch.arange(n_k, device=q.device)
-        hidden = ((back < 0) if rule.causal else torch.zeros_like(back, dtype=torch.bool)) | (
-            (back >= rule.window) if rule.window else torch.zeros_like(back, dtype=torch.bool)
-        )
+    # Without documents all is one.
+    q_ids, k_ids = documents or (torch.zeros(1, x.shape[2], dtype=torch.int64, device=x.device) for x in (q, k))
+    (lo, hi), _ = intervals(q_ids, k_ids, rule.causal, rule.window)
+    j = torch.arange(n_k, device=q.device)
+    hidden = ((j < lo[..., None]) | (j >= hi[..., None]))[:, None]
     scores = scores.masked_fill(hidden, float("-inf"))
     empty = hidden.all(-1, keepdim=True)
     # softmax of nothing but -inf is NaN, and so is its gradient: an empty row is computed on zeros and set to 0.

@@ -6,7 +6,7 @@ Triton is imported only when a kernel is about to run, so the package works wher
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, TypeVar
@@ -77,14 +77,10 @@ def note_fallback(what: str, why: str) -> None:
     warnings.warn(f"{what}: {why}", stacklevel=4)
 
 
-def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-    """Start `programs` programs of a Triton kernel."""
-    kernel[(programs,)](*arguments, **constants)
-
-
-def on_device_of(x: Tensor) -> AbstractContextManager:
-    """Make `x`'s GPU the current one: Triton launches on the current device, whatever its arguments are on."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+def launch(x: Tensor, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+    """Start `programs` programs of a Triton kernel on the device of `x`; by itself Triton takes the current one."""
+    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+        kernel[(programs,)](*arguments, **constants)
 
 
 @cache

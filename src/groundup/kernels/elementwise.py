@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from groundup.errors import UserError
-from groundup.kernels.backend import at_least_float32, choose, fit, launch, on_device_of
+from groundup.kernels.backend import at_least_float32, choose, fit, launch
 from groundup.kernels.flash_triton import rows_first
 
 
@@ -41,9 +41,8 @@ def swiglu_op(gate_up: Tensor) -> Tensor:
     gate_up = gate_up.contiguous()
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
-    with on_device_of(gate_up):
-        tiles = -(-width // SWIGLU_BLOCK)
-        launch(swiglu_kernel, out.numel() // width * tiles, gate_up, out, width, tiles, BLOCK=SWIGLU_BLOCK)
+    tiles = -(-width // SWIGLU_BLOCK)
+    launch(gate_up, swiglu_kernel, out.numel() // width * tiles, gate_up, out, width, tiles, BLOCK=SWIGLU_BLOCK)
     return out
 
 
@@ -60,10 +59,9 @@ def swiglu_backward_op(d_out: Tensor, gate_up: Tensor) -> Tensor:
     d_out, gate_up = d_out.contiguous(), gate_up.contiguous()
     width = d_out.shape[-1]
     grad = torch.empty_like(gate_up)
-    with on_device_of(gate_up):
-        tiles = -(-width // SWIGLU_BLOCK)
-        programs = d_out.numel() // width * tiles
-        launch(swiglu_backward_kernel, programs, d_out, gate_up, grad, width, tiles, BLOCK=SWIGLU_BLOCK)
+    tiles = -(-width // SWIGLU_BLOCK)
+    programs = d_out.numel() // width * tiles
+    launch(gate_up, swiglu_backward_kernel, programs, d_out, gate_up, grad, width, tiles, BLOCK=SWIGLU_BLOCK)
     return grad
 
 
@@ -133,11 +131,10 @@ def turn_into(
     tiles = -(-seq // rows)
     strides = (s for x in (q, k, *out) for s in x.stride()[:3])
     n_heads = heads + kv_heads * (2 if values else 1)
-    with on_device_of(q):
-        launch(
-            rope_kernel, tiles * batch * n_heads, q, k, *out, cos.contiguous(), sin.contiguous(), factor,
-            seq, heads, kv_heads, *strides, d // 2, ROWS=rows, BLOCK=block, BACK=back, VALUES=values,
-        )  # fmt: skip
+    launch(q, rope_kernel, tiles * batch * n_heads,
+        q, k, *out, cos.contiguous(), sin.contiguous(), factor,
+        seq, heads, kv_heads, *strides, d // 2, ROWS=rows, BLOCK=block, BACK=back, VALUES=values,
+    )  # fmt: skip
 
 
 @rope_op.register_fake

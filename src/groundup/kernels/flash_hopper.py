@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groundup.kernels.backend import decided_once, launch, n_multiprocessors, note_fallback, on_device_of
+from groundup.kernels.backend import decided_once, launch, n_multiprocessors, note_fallback
 from groundup.kernels.flash_triton import (
     L2_BYTES_BACKWARD,
     L2_BYTES_FORWARD,
@@ -142,14 +142,13 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tens
     block_k = fixed["BLOCK_K"]
     n_draws = -(-n_q // (64 * fixed["CONSUMERS"])) * batch * heads
     bytes_a_head = n_k * 2 * d * q.itemsize // group
-    with on_device_of(q):
-        counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-        launch(forward_kernel, min(n_draws, n_multiprocessors(q.device)),
-            describe(q, [1, 1, 64, d]), describe(k, [1, 1, block_k, d]), describe(v, [1, 1, block_k, d]),
-            out, lse, counter, rule.scale * LOG2E, n_q, n_k, heads, n_draws,
-            heads_a_group(batch * heads, bytes_a_head, L2_BYTES_FORWARD), *out.stride()[:3],
-            GROUP=group, D=d, CAUSAL=rule.causal, EVEN=n_k % block_k == 0, **fixed, num_warps=4,
-        )  # fmt: skip
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+    launch(q, forward_kernel, min(n_draws, n_multiprocessors(q.device)),
+        describe(q, [1, 1, 64, d]), describe(k, [1, 1, block_k, d]), describe(v, [1, 1, block_k, d]),
+        out, lse, counter, rule.scale * LOG2E, n_q, n_k, heads, n_draws,
+        heads_a_group(batch * heads, bytes_a_head, L2_BYTES_FORWARD), *out.stride()[:3],
+        GROUP=group, D=d, CAUSAL=rule.causal, EVEN=n_k % block_k == 0, **fixed, num_warps=4,
+    )  # fmt: skip
     return out, lse
 
 
@@ -177,14 +176,13 @@ def query_sums(
     d_q = rows_first(batch, heads, n_q, d, lse).zero_()
     d_k, d_v = into
     bytes_a_head = n_q * 2 * d * q.itemsize * (heads // kv_heads)
-    with on_device_of(q):
-        launch(backward_kernel, -(-n_k // 128) * batch * kv_heads,
-            *(describe(x, [1, 1, 64, d]) for x in (q, k, v, d_out)),
-            describe(lse2.view(-1), [64]), describe(delta.view(-1), [64]), describe(d_q, [1, 1, 64, 64]),
-            d_k, d_v, rule.scale, n_q, n_k, n_padded, kv_heads,
-            heads_a_group(batch * kv_heads, bytes_a_head, L2_BYTES_BACKWARD), *d_k.stride()[:3],
-            GROUP=heads // kv_heads, D=d, CAUSAL=rule.causal, EVEN=n_k % 128 == 0, **BACKWARD[d], num_warps=4,
-        )  # fmt: skip
+    launch(q, backward_kernel, -(-n_k // 128) * batch * kv_heads,
+        *(describe(x, [1, 1, 64, d]) for x in (q, k, v, d_out)),
+        describe(lse2.view(-1), [64]), describe(delta.view(-1), [64]), describe(d_q, [1, 1, 64, 64]),
+        d_k, d_v, rule.scale, n_q, n_k, n_padded, kv_heads,
+        heads_a_group(batch * kv_heads, bytes_a_head, L2_BYTES_BACKWARD), *d_k.stride()[:3],
+        GROUP=heads // kv_heads, D=d, CAUSAL=rule.causal, EVEN=n_k % 128 == 0, **BACKWARD[d], num_warps=4,
+    )  # fmt: skip
     return d_q
 
 
@@ -193,6 +191,5 @@ def scaled(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     from groundup.kernels.flash_triton_backward import scale_kernel
 
     out = torch.empty_like(x, dtype=dtype)
-    with on_device_of(x):
-        launch(scale_kernel, -(-x.numel() // 4096), x, out, scale, x.numel(), BLOCK=4096)
+    launch(x, scale_kernel, -(-x.numel() // 4096), x, out, scale, x.numel(), BLOCK=4096)
     return out

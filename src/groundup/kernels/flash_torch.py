@@ -148,22 +148,15 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
         (d_out,) = grads
         lse, q, k, v, out = ctx.saved_tensors
-        return *FlashAttentionBackward.apply(q, k, v, out, lse, d_out, ctx.is_causal), None
+        return *attention_backward(q, k, v, out, lse, d_out, None, ctx.is_causal), None
 
 
-class FlashAttentionBackward(torch.autograd.Function):
-    """The gradients as a function of its own, so that differentiating them raises instead of giving nothing."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, is_causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return attention_backward(q, k, v, out, lse, d_out, None, is_causal)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+def refuse_second_derivative() -> None:
+    """Raise where a backward is to be differentiated itself: what it returns would count as a constant, silently."""
+    if torch.is_grad_enabled():
         raise RuntimeError("FlashAttention has no second derivative; use eager attention for a gradient of gradients")
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from groundup.kernels.backend import INTERPRETING, launch, on_device_of, shared_memory
+from groundup.kernels.backend import INTERPRETING, launch, shared_memory
+from groundup.kernels.flash_torch import refuse_second_derivative
 
 LOG2E = log2(e)
 L2_BYTES_FORWARD, L2_BYTES_BACKWARD = 32 << 20, 8 << 20
@@ -157,29 +158,15 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tens
     tile = pick_tile("forward", q.dtype, max(fixed["D"], fixed["D_V"]), q.device)
     bytes_a_head = n_k * (q.shape[-1] + v.shape[-1]) * q.itemsize // fixed["GROUP"]
     lo, hi = (lse, lse) if rule.intervals is None else rule.intervals[0].unbind()
-    with on_device_of(q):
-        launch(
-            forward_kernel,
-            -(-n_q // tile.block_q) * batch * heads,
-            describe(q, tile.block_q, fixed["D"]),
-            describe(k, tile.block_k, fixed["D"]),
-            describe(v, tile.block_k, fixed["D_V"]),
-            describe(out, tile.block_q, fixed["D_V"]),
-            lse,
-            lo,
-            hi,
-            *score_factors(rule),
-            n_q,
-            n_k,
-            heads,
-            heads_a_group(batch * heads, bytes_a_head, L2_BYTES_FORWARD),
-            rule.window,
-            **fixed,
-            BLOCK_Q=tile.block_q,
-            BLOCK_K=tile.block_k,
-            EVEN=n_k % tile.block_k == 0,
-            **tile.options(),
-        )
+    launch(q, forward_kernel, -(-n_q // tile.block_q) * batch * heads,
+        describe(q, tile.block_q, fixed["D"]),
+        describe(k, tile.block_k, fixed["D"]),
+        describe(v, tile.block_k, fixed["D_V"]),
+        describe(out, tile.block_q, fixed["D_V"]),
+        lse, lo, hi, *score_factors(rule), n_q, n_k, heads,
+        heads_a_group(batch * heads, bytes_a_head, L2_BYTES_FORWARD), rule.window,
+        **fixed, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, EVEN=n_k % tile.block_k == 0, **tile.options(),
+    )  # fmt: skip
     return out if out.shape[-1] == d_v else out[..., :d_v].contiguous(), lse
 
 
@@ -198,9 +185,8 @@ def attention_backward(
     q, k, v, d_out = (addressable(x) for x in (q, k, v, d_out))
     d_q, d_k, d_value = into or (rows_first(*x.shape, like=x) for x in (q, k, v))
     fixed = constants(rule, q, k, v)
-    with on_device_of(q):
-        launch_keys((q, k, v, d_out), (d_k, d_value), (lse2, delta), rule, fixed)
-        launch_queries((q, k, v, d_out), d_q, (lse2, delta), rule, fixed)
+    launch_keys((q, k, v, d_out), (d_k, d_value), (lse2, delta), rule, fixed)
+    launch_queries((q, k, v, d_out), d_q, (lse2, delta), rule, fixed)
     return trimmed(d_q, d), trimmed(d_k, d), trimmed(d_value, d_v)
 
 
@@ -220,12 +206,11 @@ def row_statistics(
     n_padded = n_padded or n_q
     delta, lse2 = (lse.new_empty(batch, heads, n_padded) for _ in range(2))
     block = 16 if out.device.type == "cpu" else 64
-    with on_device_of(out):
-        launch(delta_kernel, -(-n_padded // block) * batch * heads,
-            out, d_out, lse, lse if d_lse is None else d_lse.contiguous(), delta, lse2, n_q, n_padded, heads,
-            *out.stride()[:3], *d_out.stride()[:3], d_v,
-            BLOCK=block, WIDTH=block_width(d_v), HAS_D_LSE=d_lse is not None,
-        )  # fmt: skip
+    launch(out, delta_kernel, -(-n_padded // block) * batch * heads,
+        out, d_out, lse, lse if d_lse is None else d_lse.contiguous(), delta, lse2, n_q, n_padded, heads,
+        *out.stride()[:3], *d_out.stride()[:3], d_v,
+        BLOCK=block, WIDTH=block_width(d_v), HAS_D_LSE=d_lse is not None,
+    )  # fmt: skip
     return delta, lse2
 
 
@@ -243,7 +228,7 @@ def launch_keys(
     square = square and n_q == n_k and n_q % tile.block_k == 0 and tile.block_k % tile.block_q == 0
     bytes_a_head = n_q * (d + v.shape[-1]) * q.itemsize * fixed["GROUP"]
     lo, hi = (rows[0], rows[0]) if rule.intervals is None else rule.intervals[1].unbind()
-    launch(keys_kernel, -(-n_k // tile.block_k) * batch * heads,
+    launch(q, keys_kernel, -(-n_k // tile.block_k) * batch * heads,
         describe(q, tile.block_q, fixed["D"]),
         describe(k, tile.block_k, fixed["D"]),
         describe(v, tile.block_k, fixed["D_V"]),
@@ -268,7 +253,7 @@ def launch_queries(
     tile = pick_tile("queries", q.dtype, max(fixed["D"], fixed["D_V"]), q.device)
     bytes_a_head = n_k * (d + v.shape[-1]) * q.itemsize // fixed["GROUP"]
     lo, hi = (rows[0], rows[0]) if rule.intervals is None else rule.intervals[0].unbind()
-    launch(queries_kernel, -(-n_q // tile.block_q) * batch * heads,
+    launch(q, queries_kernel, -(-n_q // tile.block_q) * batch * heads,
         describe(q, tile.block_q, fixed["D"]),
         describe(k, tile.block_k, fixed["D"]),
         describe(v, tile.block_k, fixed["D_V"]),
@@ -295,10 +280,7 @@ class FlashAttentionTriton(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
         (d_out,) = grads
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "FlashAttention has no second derivative; use eager attention for a gradient of gradients"
-            )
         q, k, v, out, lse = (x[:, None] for x in ctx.saved_tensors)
         return *(g[:, 0] for g in attention_backward(d_out[:, None], None, q, k, v, out, lse, ctx.rule)), None

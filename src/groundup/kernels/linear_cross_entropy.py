@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from groundup.kernels.attention import autocast
-from groundup.kernels.backend import at_least_float32, choose, fit, launch, on_device_of, wide_type
+from groundup.kernels.backend import at_least_float32, choose, fit, launch, wide_type
 
 IGNORE = -100
 """A target with this value counts neither in the loss nor in the number of valid tokens."""
@@ -109,12 +109,11 @@ def rows_in_place(
 
     rows, columns = logits.shape
     block = min(LOSS_BLOCK, max(16, 1 << (columns - 1).bit_length()))
-    with on_device_of(logits):
-        launch(loss_kernel, rows,
-            logits, targets, losses, n_valid, z_loss, softcap, columns, vocab,
-            BLOCK=block, PADDED=vocab < columns, SOFTCAP=softcap > 0, GRADS=grads, DIVIDE=divides_early(logits.dtype),
-            num_warps=min(LOSS_WARPS, max(1, block // 256)),
-        )  # fmt: skip
+    launch(logits, loss_kernel, rows,
+        logits, targets, losses, n_valid, z_loss, softcap, columns, vocab,
+        BLOCK=block, PADDED=vocab < columns, SOFTCAP=softcap > 0, GRADS=grads, DIVIDE=divides_early(logits.dtype),
+        num_warps=min(LOSS_WARPS, max(1, block // 256)),
+    )  # fmt: skip
 
 
 def with_padding(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -139,8 +138,7 @@ def scale_in_place(x: Tensor, factor: Tensor, triton: bool) -> None:
         return
     from groundup.kernels.linear_cross_entropy_triton import scale_in_place_kernel
 
-    with on_device_of(x):
-        launch(scale_in_place_kernel, -(-x.numel() // 8192), x, factor, x.numel(), BLOCK=8192, num_warps=8)
+    launch(x, scale_in_place_kernel, -(-x.numel() // 8192), x, factor, x.numel(), BLOCK=8192, num_warps=8)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:

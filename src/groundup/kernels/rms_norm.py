@@ -23,7 +23,6 @@ from groundup.kernels.backend import (
     launch,
     n_multiprocessors,
     note_fallback,
-    on_device_of,
 )
 
 WIDEST = 65536
@@ -53,10 +52,8 @@ def rms_norm(
             return RMSNorm.apply(x, weight, eps)
         total = x + residual
         return RMSNorm.apply(total, weight, eps), total
-    if residual is None:
-        return forward_op(x, weight, eps)[0]
-    out, _, total = residual_forward_op(x, residual, weight, eps)
-    return out, total
+    out, _, total = forward_op(x, residual, weight, eps)
+    return out if residual is None else (out, total)
 
 
 def normalised(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -109,49 +106,29 @@ def as_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
-def launch_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.custom_op("groundup::rms_norm_forward", mutates_args=())
+def forward_op(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(out, r, x + residual); without a residual the third is an empty tensor."""
     from groundup.kernels.rms_norm_triton import block_of, forward_kernel
 
     rows = as_rows(x)
     n_rows, width = rows.shape
     other = rows if residual is None else as_rows(residual)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = torch.empty_like(out) if residual is not None else out.new_empty(0)
-    rstd = x.new_empty(n_rows, dtype=torch.float32)
+    out, rstd, total = outputs(x, residual)
     block, a_program, warps = block_of(width)
-    with on_device_of(x):
-        launch(forward_kernel, -(-n_rows // a_program),
-            rows, other, weight.contiguous(), out, total, rstd, eps, n_rows, width, rows.stride(0), other.stride(0),
-            BLOCK=block, ROWS=a_program, RESIDUAL=residual is not None, num_warps=warps,
-        )  # fmt: skip
+    launch(x, forward_kernel, -(-n_rows // a_program),
+        rows, other, weight.contiguous(), out, total, rstd, eps, n_rows, width, rows.stride(0), other.stride(0),
+        BLOCK=block, ROWS=a_program, RESIDUAL=residual is not None, num_warps=warps,
+    )  # fmt: skip
     return out, rstd, total
 
 
-@torch.library.custom_op("groundup::rms_norm_forward", mutates_args=())
-def forward_op(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(out, r)."""
-    return launch_forward(x, None, weight, eps)[:2]
-
-
 @forward_op.register_fake
-def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return (
-        torch.empty(x.shape, dtype=x.dtype, device=x.device),
-        x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32),
-    )
-
-
-@torch.library.custom_op("groundup::rms_norm_residual_forward", mutates_args=())
-def residual_forward_op(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, r, x + residual)."""
-    return launch_forward(x, residual, weight, eps)
-
-
-@residual_forward_op.register_fake
-def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def outputs(x: Tensor, residual: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """What forward_op returns, before it is filled."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return out, x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32), torch.empty_like(out)
+    rstd = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+    return out, rstd, out.new_empty(0 if residual is None else out.shape)
 
 
 @torch.library.custom_op("groundup::rms_norm_backward", mutates_args=())
@@ -169,13 +146,12 @@ def backward_op(
     block, a_program, warps, a_multiprocessor, stages = backward_block_of(width)
     programs = min(n_multiprocessors(x.device) * a_multiprocessor, -(-n_rows // a_program))
     parts = x.new_empty(programs, width, dtype=torch.float32)
-    with on_device_of(x):
-        launch(backward_kernel, programs,
-            rows, d_rows, extra, weight.contiguous(), rstd, d_x, parts, n_rows, width,
-            rows.stride(0), d_rows.stride(0), extra.stride(0),
-            BLOCK=block, ROWS=a_program, EXTRA=d_total is not None, STAGES=stages, num_warps=warps,
-        )  # fmt: skip
-        launch(sum_kernel, -(-width // 32), parts, d_weight, programs, width, ROWS=64, COLUMNS=32, num_warps=4)
+    launch(x, backward_kernel, programs,
+        rows, d_rows, extra, weight.contiguous(), rstd, d_x, parts, n_rows, width,
+        rows.stride(0), d_rows.stride(0), extra.stride(0),
+        BLOCK=block, ROWS=a_program, EXTRA=d_total is not None, STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    launch(x, sum_kernel, -(-width // 32), parts, d_weight, programs, width, ROWS=64, COLUMNS=32, num_warps=4)
     return d_x, d_weight
 
 
@@ -185,25 +161,20 @@ def _(d_out: Tensor, d_total: Tensor | None, x: Tensor, weight: Tensor, rstd: Te
     return d_x, torch.empty_like(weight, memory_format=torch.contiguous_format)
 
 
-def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    x, weight, _ = inputs
-    ctx.save_for_backward(x, weight, output[1])
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, residual, weight, _ = inputs
+    _, rstd, total = output
+    ctx.residual = residual is not None
+    ctx.save_for_backward(total if ctx.residual else x, weight, rstd)
+    ctx.mark_non_differentiable(rstd, *([] if ctx.residual else [total]))
+    ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, d_out: Tensor, d_rstd: Tensor) -> tuple[Tensor, Tensor, None]:
-    x, weight, rstd = ctx.saved_tensors
-    return *backward_op(d_out, None, x, weight, rstd), None
-
-
-def _residual_save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.save_for_backward(output[2], inputs[2], output[1])
-
-
-def _residual_differentiate(ctx: Any, d_out: Tensor, d_rstd: Tensor, d_total: Tensor) -> tuple[Tensor | None, ...]:
-    total, weight, rstd = ctx.saved_tensors
-    d_x, d_weight = backward_op(d_out, d_total, total, weight, rstd)
-    return d_x, d_x, d_weight, None
+def _differentiate(ctx: Any, d_out: Tensor | None, _: None, d_total: Tensor | None) -> tuple[Tensor | None, ...]:
+    if d_out is None:
+        return d_total, d_total, None, None
+    d_x, d_weight = backward_op(d_out, d_total, *ctx.saved_tensors)
+    return d_x, d_x if ctx.residual else None, d_weight, None
 
 
 forward_op.register_autograd(_differentiate, setup_context=_save)
-residual_forward_op.register_autograd(_residual_differentiate, setup_context=_residual_save)
