@@ -12,7 +12,6 @@ from groundup.bench.check import check_steps, hardware_of, missed
 from groundup.bench.diff import diff, diff_table
 from groundup.bench.plots import plot, series
 from groundup.bench.slurm import slurm_script, without_flag
-from groundup.bench.suites.step import model_config
 from groundup.bench.tables import check_table, table
 from groundup.cli import dispatch
 from groundup.errors import UserError
@@ -87,7 +86,7 @@ def test_diff_ignores_how_often_a_cell_was_measured():
 
 def test_check_is_exact_where_it_says_exact():
     cells = tiny_cells("step", precision="fp32,bf16", mode="forward,train-step")
-    rows = check_steps(cells, model_config)
+    rows = check_steps(cells)
     assert not missed(rows)
     assert {row["line"] for row in rows if row["met"]} == {
         "parameters.total",
@@ -98,7 +97,7 @@ def test_check_is_exact_where_it_says_exact():
     }
     assert {row["reason"] for row in rows if row["line"] == "memory.peak"} == {"not measured"}
     cells[0]["metrics"]["flops.forward"] += 1
-    assert [row["line"] for row in missed(check_steps(cells, model_config))] == ["flops.forward"]
+    assert [row["line"] for row in missed(check_steps(cells))] == ["flops.forward"]
 
 
 def test_check_holds_memory_and_time_to_their_targets(monkeypatch):
@@ -106,14 +105,14 @@ def test_check_holds_memory_and_time_to_their_targets(monkeypatch):
     measured["metrics"] |= {"memory.static": 1000, "memory.peak": 1000, "time.step": time_summary(10.0)}
     figures = {"memory.static": 1009, "memory.peak": 1049, "time.step": 11.4}
     monkeypatch.setattr(check_module, "predictions", lambda *args: figures)
-    verdicts = {row["line"]: row["met"] for row in check_steps([measured], model_config)}
+    verdicts = {row["line"]: row["met"] for row in check_steps([measured])}
     assert (verdicts["memory.static"], verdicts["memory.peak"], verdicts["time.step"]) == (True, True, True)
     figures |= {"memory.static": 1011, "memory.peak": 949, "time.step": 8.4}
-    rows = check_steps([measured], model_config)
+    rows = check_steps([measured])
     assert [row["line"] for row in missed(rows)] == ["memory.static", "memory.peak", "time.step"]
     assert "MISSED" in check_table(rows)
     measured["parameters"]["compile"] = "model"
-    peak = next(row for row in check_steps([measured], model_config) if row["line"] == "memory.peak")
+    peak = next(row for row in check_steps([measured]) if row["line"] == "memory.peak")
     assert (peak["met"], peak["reason"]) == (None, "eager only")
 
 

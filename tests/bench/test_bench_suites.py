@@ -12,7 +12,7 @@ import torch
 from bench_tools import TINY, backends_of_all_reduce, tiny_cells, tiny_cells_of, validate
 
 from groundup.account import Setting, predict_step
-from groundup.bench.benchmark import find, summaries
+from groundup.bench.benchmark import config_of, find, summaries
 from groundup.bench.cells import document
 from groundup.bench.suites import attention, loss, mixed_precision, norm, step
 from groundup.bench.suites import generate as generation
@@ -124,7 +124,7 @@ def test_a_config_file_takes_the_place_of_a_size(tmp_path):
     path.write_text("[model]\nvocab_size = 32\nd_model = 16\nn_heads = 2\nn_layers = 1\n")
     cells = step.cells(step.Options(device="cpu", config=str(path), context="8"))
     assert cells[0]["size"] == "narrow"
-    assert step.model_config(cells[0]).d_model == 16
+    assert config_of(cells[0]).d_model == 16
 
 
 def test_accumulation_is_the_courses_and_numpys():
@@ -263,4 +263,4 @@ def test_step_measures_the_ways_of_computing():
     expected = predict_step(size("tiny"), Setting(4, 8, "forward-backward", checkpoint_every=1))
     assert counted["metrics"]["flops.backward"] == expected["flops.backward"] + expected["flops.recompute"]
     old = {k: v for k, v in plain["parameters"].items() if k not in ("attention", "kernels", "norm")}
-    assert (step.model_config(old).attention, step.model_config(old).kernels) == ("reference", "reference")
+    assert (config_of(old).attention, config_of(old).kernels) == ("reference", "reference")

@@ -13,9 +13,10 @@ from groundup.bench import sweep as sweep_module
 from groundup.bench.benchmark import find
 from groundup.bench.cells import document, file_name, read_cell, read_results, select, write_cell
 from groundup.bench.sweep import sweep
-from groundup.bench.worker import is_out_of_memory, measure
+from groundup.bench.worker import measure
 from groundup.cli import dispatch
 from groundup.errors import UserError
+from groundup.train.guards import is_out_of_memory
 
 FAKE = '''
 """A benchmark that does what its cells say."""

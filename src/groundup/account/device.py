@@ -3,19 +3,11 @@
 A matrix product is cut into tiles of 128 × 128 results; the device's multiprocessors take one each, so the last wave
 runs as long as a full one and a ragged edge costs a whole tile ("tile and wave quantisation" in NVIDIA's matrix
 multiplication guide). Where the waves are few, cuBLAS also cuts the k dimension and adds the parts up (split-k); the
-cheapest cut counts here. So 1600 columns cost as much as 1664, and 208 tiles on 132 multiprocessors as much as 264.
-No product is faster than its traffic.
+cheapest cut counts here. No product is faster than its traffic. Everything else is a pass over memory at a share of the
+copy rate, and every kernel takes a fixed time: start, drain, and the gap to the next one.
 
-Everything else is a pass over memory. On an H200 torch's vectorised kernels (all tensors of one shape) reach what a
-large copy reaches, the optimizer's lists of tensors 0.86 of that, and broadcasts, reductions and gathers 0.55. On top
-comes a fixed time for each kernel: start, drain, and the gap to the next one. At 2,500 kernels a forward pass that is
-no small change.
-
-Where the constants come from: shares of the copy rate from the `norm` benchmark (kernels alone, replayed graphs), the
-`attention` benchmark at 4,096 tokens and more, and the optimizer's phase of `step`; the fixed time from the cells of
-`step` that the device decides; the host's time from every other cell of `step`. benchmarks/results/h200/ holds them
-all, docs/bench.md the fit and its errors. Left out: small tensors that stay in L2 (faster), fused attention kernels
-(taken at the peak rate: a floor), more than one stream.
+The constants come from benchmarks on an H200; docs/bench.md has the fit and its errors. Left out: small tensors that
+stay in L2 (faster), fused attention kernels (taken at the peak rate: a floor), more than one stream.
 """
 
 from dataclasses import dataclass
@@ -58,7 +50,6 @@ def kernel_ms(kernel: Kernel, gpu: Gpu, precision: str, kernel_us: float) -> flo
 
 
 def pass_ms(kernel: Kernel, gpu: Gpu) -> float:
-    """Milliseconds of a pass over memory."""
     share = (FOREACH if kernel.name.startswith("foreach") else EVEN) if kernel.even else UNEVEN
     return kernel.nbytes / (share * gpu.bandwidth_gb_s) / 1e6
 

@@ -9,7 +9,7 @@ import ast
 import json
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
@@ -19,6 +19,7 @@ from typing import Any, Literal
 from groundup.bench import suites
 from groundup.bench.cells import Cell, Parameters
 from groundup.config import ModelConfig, RunConfig, load_toml, size
+from groundup.config.model import HOW
 from groundup.errors import UserError, nearest_name
 
 
@@ -150,6 +151,22 @@ def shapes(sizes: str, config: str) -> dict[str, ModelConfig]:
     if config:
         return {Path(config).stem: load_toml(Path(config), RunConfig).model.resolve()}
     return {name: size(name).resolve() for name in (word.strip() for word in sizes.split(",")) if name}
+
+
+SHAPE = tuple(field.name for field in fields(ModelConfig) if field.name not in (*HOW, "context_length"))
+"""Fields of a model's shape, as parameters of a cell."""
+
+
+def shape_fields(config: ModelConfig) -> Parameters:
+    """The shape of `config` as parameters, but for its context length."""
+    return {name: getattr(config, name) for name in SHAPE}
+
+
+def config_of(parameters: Parameters) -> ModelConfig:
+    """The model that a cell measures. Cells from before there was a choice were measured on the plain path."""
+    known = {field.name for field in fields(ModelConfig)}
+    plain: Parameters = {"attention": "reference", "kernels": "reference"}
+    return ModelConfig(**plain | {name: parameters[name] for name in parameters if name in known}).resolve()
 
 
 def at_least(value: float, flag: str, least: float) -> None:

@@ -5,14 +5,14 @@ and step time 15%, both in eager mode. What was not measured (memory on the CPU)
 model's peak and step time) is said to be so, never passed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from groundup.account import Setting, predict_step
 from groundup.account.hardware import named_by_driver
-from groundup.bench.cells import Cell, Parameters
-from groundup.config import ModelConfig
+from groundup.bench.benchmark import config_of
+from groundup.bench.cells import Cell
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,8 @@ LINES = (
 )
 
 
-def check_steps(
-    cells: Sequence[Cell], config_of: Callable[[Parameters], ModelConfig], hardware: str = ""
-) -> list[dict[str, Any]]:
-    """A row for each line of each measured cell; `config_of` gives the model of a cell's parameters.
+def check_steps(cells: Sequence[Cell], hardware: str = "") -> list[dict[str, Any]]:
+    """A row for each line of each measured cell.
 
     Row: cell, line, predicted, measured, error (predicted / measured - 1), target, met (None where there is nothing
     to compare, with `reason`).
@@ -47,7 +45,7 @@ def check_steps(
     rows = []
     for cell in cells:
         if cell["status"] == "ok":
-            rows.extend(_check_cell(cell, config_of(cell["parameters"]), hardware))
+            rows.extend(_check_cell(cell, hardware))
     return rows
 
 
@@ -56,9 +54,9 @@ def missed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in rows if row["met"] is False]
 
 
-def _check_cell(cell: Cell, config: ModelConfig, hardware: str) -> list[dict[str, Any]]:
+def _check_cell(cell: Cell, hardware: str) -> list[dict[str, Any]]:
     parameters, metrics = cell["parameters"], cell["metrics"]
-    predicted = predictions(cell, config, hardware or hardware_of(cell))
+    predicted = predictions(cell, hardware or hardware_of(cell))
     label = " ".join(str(parameters[name]) for name in ("size", "mode", "precision", "context_length"))
     if parameters["mode"] == "forward" and parameters["grad"] == "off":
         label += " no_grad"
@@ -105,19 +103,17 @@ def hardware_of(cell: Cell) -> str:
     return found.name if found else ""
 
 
-def predictions(cell: Cell, config: ModelConfig, hardware: str) -> dict[str, float]:
+def predictions(cell: Cell, hardware: str) -> dict[str, float]:
     """The account's figures for a cell, under the metric names of `step`; no times where the device is unknown."""
     parameters = cell["parameters"]
-    setting = Setting(
-        parameters["batch_size"],
-        parameters["context_length"],
-        parameters["mode"],
-        "bf16-mixed" if parameters["precision"] == "bf16" else parameters["precision"],
-        # Cells from before there was a choice were measured on the plain path.
-        "reference" if parameters.get("attention", "reference") == "reference" else "flash",
-        config.checkpoint_activations,
+    config = config_of(parameters)
+    setting = Setting.on_gpu(
+        config,
+        batch=parameters["batch_size"],
+        context=parameters["context_length"],
+        mode=parameters["mode"],
+        precision="bf16-mixed" if parameters["precision"] == "bf16" else parameters["precision"],
         grad=parameters["grad"] == "on",
-        kernels=parameters.get("kernels", "reference"),
         optimizer=cell["environment"].get("optimizer", "lists"),
     )
     # Memory does not depend on the device's rates, and times are dropped where there is none.

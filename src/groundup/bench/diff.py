@@ -14,6 +14,7 @@ from tabulate import tabulate
 
 from groundup.bench.benchmark import find
 from groundup.bench.cells import Cell
+from groundup.bench.tables import figure
 from groundup.errors import UserError
 
 IGNORED = ("steps", "seed")
@@ -80,10 +81,6 @@ def diff_table(rows: Sequence[dict[str, Any]], everything: bool = False) -> str:
             continue
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
         verdict = {True: "changed", False: "within the spread", None: ""}[row["changed"]]
-        body.append([row["cell"], row["metric"], _word(row["old"]), _word(row["new"]), ratio, verdict])
+        body.append([row["cell"], row["metric"], figure(row["old"]), figure(row["new"]), ratio, verdict])
     titles = ["cell", "metric", "old", "new", "new / old", ""]
     return tabulate(body, headers=titles, disable_numparse=True)
-
-
-def _word(value: Any) -> str:
-    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)

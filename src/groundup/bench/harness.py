@@ -1,15 +1,11 @@
-"""The one stopwatch of all benchmarks: warm-up, steps, device synchronisation, statistics.
+"""The one stopwatch of all benchmarks: warm-up, steps, device synchronisation, statistics. A cell names its method.
 
-Two methods, and every cell says which one it used.
+`time_steps`: whole steps, their phases parted by CUDA events; the device is synchronised after each, so that a step
+starts with an empty queue. Where the GPU is faster than Python can launch, that shows. Rejected: host clocks around
+asynchronous calls, which time the launch, or with a wait serialise what overlaps.
 
-`time_steps`: one whole step at a time, its phases (forward, backward, …) separated by CUDA events, and the device
-synchronised after each step, so that a step starts with an empty queue. This is how a person would time a training
-loop; where the GPU is faster than Python can launch, it shows the launches. Host clocks around asynchronous calls
-were rejected: without a wait they time the launch, with one a phase they serialise what really overlaps.
-
-`time_kernel`: for single kernels that last microseconds. The calls are captured in a CUDA graph, so no launch gap is
-timed, and rotate over sets of inputs that together exceed the L2 cache several times, so no call finds its inputs
-there. On the CPU both read perf_counter.
+`time_kernel`: kernels of microseconds, captured in a CUDA graph (no launch gaps) and rotating over sets of inputs that
+together exceed the L2 cache, so no call finds its inputs there. On the CPU both read perf_counter.
 """
 
 import statistics
@@ -86,8 +82,8 @@ def time_steps(
             prepare()
         marks: list[tuple[str, Any]] = []
         synchronize(device)
-        start = _now(on_cuda)
-        step(lambda name, marks=marks: marks.append((name, _now(on_cuda))))
+        start = now(device)
+        step(lambda name, marks=marks: marks.append((name, now(device))))
         if on_cuda and index == warmup + steps - 1:
             stamp = clocks(device)  # the launches are queued, the GPU is still at work
         synchronize(device)
@@ -99,24 +95,26 @@ def time_steps(
     return Timing(phases, STEP_METHOD[device.type], first, stamp)
 
 
-def _now(on_cuda: bool) -> Any:
-    if not on_cuda:
+def now(device: torch.device) -> Any:
+    """This moment: of the device's queue, a CUDA event, where there is one."""
+    if device.type != "cuda":
         return perf_counter()
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
+def milliseconds(start: Any, end: Any) -> float:
+    """Between two moments; the device has come to the second one."""
+    return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
+
+
 def _elapsed(start: Any, marks: list[tuple[str, Any]]) -> dict[str, float]:
     times, before = {}, start
     for name, mark in marks:
-        times[name] = _milliseconds(before, mark)
+        times[name] = milliseconds(before, mark)
         before = mark
-    return times | {"total": _milliseconds(start, before)}
-
-
-def _milliseconds(start: Any, end: Any) -> float:
-    return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
+    return times | {"total": milliseconds(start, before)}
 
 
 def synchronize(device: torch.device) -> None:

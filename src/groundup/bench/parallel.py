@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from groundup.bench.benchmark import numbers
 from groundup.bench.cells import Parameters, file_name
-from groundup.bench.harness import allocated, summary, synchronize
+from groundup.bench.harness import allocated, milliseconds, now, summary, synchronize
 from groundup.config import ModelConfig, ParallelConfig
 from groundup.model import TransformerLM, count_parameters
 from groundup.optim import parameter_groups
@@ -187,19 +187,12 @@ def time_back_to_back(step: Callable[[], Any], steps: int, device: torch.device)
     """Milliseconds of each of `steps` steps that follow each other without a wait."""
     dist.barrier()
     synchronize(device)
-    if device.type != "cuda":
-        marks = [time.perf_counter()]
-        for _ in range(steps):
-            step()
-            marks.append(time.perf_counter())
-        return [(b - a) * 1e3 for a, b in pairwise(marks)]
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    events[0].record()
-    for event in events[1:]:
+    marks = [now(device)]
+    for _ in range(steps):
         step()
-        event.record()
-    torch.cuda.synchronize(device)
-    return [a.elapsed_time(b) for a, b in pairwise(events)]
+        marks.append(now(device))
+    synchronize(device)
+    return [milliseconds(a, b) for a, b in pairwise(marks)]
 
 
 def memory(subject: Subject) -> dict[str, Any]:

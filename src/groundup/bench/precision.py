@@ -28,5 +28,4 @@ def tensor_name(dtype: torch.dtype) -> str:
 
 
 def dtype_name(name: str) -> str:
-    """How a stamp describes the mode."""
     return {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16 autocast, float32 weights"}[name]

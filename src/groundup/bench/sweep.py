@@ -36,7 +36,6 @@ START_LIMIT = 300.0
 
 
 def directory_of(benchmark: Benchmark, options: SweepOptions) -> Path:
-    """Where the sweep keeps its cells."""
     return Path(options.out) if options.out else Path("runs") / "bench" / benchmark.name
 
 

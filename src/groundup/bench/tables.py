@@ -74,7 +74,6 @@ def _below(benchmark: Benchmark, cells: Sequence[Cell]) -> list[str]:
 
 
 def _number(metric: str, value: Any) -> str:
-    """As the metric's first word asks for."""
     if value is None:
         return ""
     if isinstance(value, dict):
@@ -84,9 +83,14 @@ def _number(metric: str, value: Any) -> str:
         return f"{value:.4f}"
     if kind == "memory":
         return f"{value / 2**30:.2f}"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return value if isinstance(value, str) else _digits(value)
+    return figure(value)
+
+
+def figure(value: Any) -> str:
+    """A number as a table shows it; anything else as it is."""
+    if isinstance(value, float):
+        return _digits(value)
+    return f"{value:,}" if isinstance(value, int) else "–" if value is None else str(value)
 
 
 def _digits(value: float) -> str:
@@ -103,8 +107,8 @@ def check_table(rows: Sequence[dict[str, Any]]) -> str:
         [
             row["cell"],
             row["line"],
-            _plain(row["predicted"]),
-            _plain(row["measured"]),
+            figure(row["predicted"]),
+            figure(row["measured"]),
             "" if row["error"] is None else f"{row['error']:+.2%}",
             row["target"],
             {True: "ok", False: "MISSED", None: row["reason"]}[row["met"]],
@@ -113,9 +117,3 @@ def check_table(rows: Sequence[dict[str, Any]]) -> str:
     ]
     titles = ["cell", "line", "predicted", "measured", "error", "target", ""]
     return tabulate(body, headers=titles, disable_numparse=True)
-
-
-def _plain(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:,}" if isinstance(value, int) else _digits(value)

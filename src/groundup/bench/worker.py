@@ -21,11 +21,10 @@ import torch
 from groundup.bench.benchmark import Benchmark
 from groundup.bench.cells import Cell, Parameters, make_cell
 from groundup.bench.environment import environment
+from groundup.train.guards import is_out_of_memory
 
 READY = "ready"
 """The first line: the imports are done, a cell's time limit may start."""
-
-_NO_MEMORY = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed")
 
 
 def main() -> None:
@@ -70,13 +69,6 @@ def measure(benchmark: Benchmark, parameters: Parameters, stamp: dict[str, Any] 
     if any(name.startswith("memory.") and value is None for name, value in result.metrics.items()):
         notes["memory"] = "the allocator is not measured on the CPU: null"
     return make_cell(benchmark.name, parameters, "ok", "", result.metrics, notes, seen)
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether the device's or the host's memory did not suffice."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _NO_MEMORY)
 
 
 def clear(device: torch.device) -> None:

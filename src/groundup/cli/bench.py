@@ -149,12 +149,11 @@ def _diff(args: DiffArgs) -> int:
 def _check(args: CheckArgs) -> int:
     from groundup.bench.cells import read_results
     from groundup.bench.check import check_steps, missed
-    from groundup.bench.suites.step import model_config
     from groundup.bench.tables import check_table
 
     cells = [cell for cell in read_results(args.results) if cell["benchmark"] == "step"]
     if not cells:
         raise UserError("the results hold no cell of bench step; predictions exist for that benchmark")
-    rows = check_steps(cells, model_config, args.hardware)
+    rows = check_steps(cells, args.hardware)
     emit({"check": rows}, check_table(rows), args.json)
     return 1 if args.strict and missed(rows) else 0

@@ -37,7 +37,6 @@ class Options(SweepOptions):
 
 
 def cells(options: Options) -> list[Parameters]:
-    """Every combination; the back-end and the number of processes are the outer loops."""
     last = repetitions(options, least_warmup=0)
     device = last["device"]
     backends = words(options.backend, "--backend", BACKENDS) if options.backend else list(BACKENDS)
@@ -50,7 +49,6 @@ def cells(options: Options) -> list[Parameters]:
 
 
 def run(parameters: Parameters, device: torch.device) -> Measurement:
-    """One size, in processes of its own."""
     metrics = in_ranks(parameters, partial(measure, parameters))
     stamp = {"dtype": "float32", "grad_mode": "no_grad", "method": "perf_counter after a barrier, slowest rank"}
     return Measurement(metrics, stamp)

@@ -54,7 +54,6 @@ class Options(SweepOptions):
 
 
 def cells(options: Options) -> list[Parameters]:
-    """Every combination, long sequences last within an implementation."""
     return grid(
         repetitions(options),
         implementation=words(options.implementation, "--implementation", IMPLEMENTATIONS),
@@ -69,7 +68,6 @@ def cells(options: Options) -> list[Parameters]:
 
 
 def run(parameters: Parameters, device: torch.device) -> Measurement:
-    """Forward and backward time of one cell, and what is held between them."""
     shape = [parameters[name] for name in ("batch_size", "heads", "context_length", "d")]
     dtype = DTYPES[parameters["precision"]]
     start = allocated(device)

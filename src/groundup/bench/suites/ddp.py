@@ -53,7 +53,6 @@ class Options(StepOptions):
 
 
 def cells(options: Options) -> list[Parameters]:
-    """Every combination; the model and the number of processes are the outer loops."""
     last = repetitions(options)
     found = grid(
         last,
@@ -70,7 +69,6 @@ def cells(options: Options) -> list[Parameters]:
 
 
 def setting_of(parameters: Parameters) -> Setting:
-    """What a cell's parameters ask for."""
     return Setting(
         at_context(size(parameters["size"]), parameters["context_length"]),
         parameters["engine"],
@@ -85,7 +83,6 @@ def setting_of(parameters: Parameters) -> Setting:
 
 
 def run(parameters: Parameters, device: torch.device) -> Measurement:
-    """One engine, in processes of its own."""
     metrics = in_ranks(parameters, partial(measure_step, setting_of(parameters)))
     method = "steps back to back; communication from a trace of two steps"
     return Measurement(metrics, {"dtype": dtype_name(parameters["precision"]), "method": method})

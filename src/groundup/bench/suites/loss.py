@@ -43,7 +43,6 @@ class Options(SweepOptions):
 
 
 def cells(options: Options) -> list[Parameters]:
-    """Every combination, the implementations of one shape next to each other."""
     return grid(
         repetitions(options),
         precision=words(options.precision, "--precision", tuple(DTYPES)),
@@ -69,7 +68,6 @@ def loss_function(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 def run(parameters: Parameters, device: torch.device) -> Measurement:
-    """Time, rate and memory of one shape and implementation."""
     dtype = DTYPES[parameters["precision"]]
     tokens, vocab, hidden = (parameters[name] for name in ("tokens", "vocab_size", "hidden"))
     x = torch.randn(tokens, hidden, device=device, dtype=dtype, requires_grad=True)

@@ -26,13 +26,11 @@ class Options(SweepOptions):
 
 
 def cells(options: Options) -> list[Parameters]:
-    """One cell a part."""
     last = {"seed": options.seed, "device": resolve_device(options.device)}
     return grid(last, part=words(options.part, "--part", PARTS))
 
 
 def run(parameters: Parameters, device: torch.device) -> Measurement:
-    """The four sums, or the dtypes of the toy model."""
     if parameters["part"] == "accumulation":
         return Measurement(accumulate(device), {"dtype": "float32, float16", "grad_mode": "no_grad"})
     dtype = torch.float16 if parameters["part"] == "autocast-fp16" else torch.bfloat16

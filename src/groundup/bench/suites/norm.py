@@ -42,7 +42,6 @@ class Options(SweepOptions):
 
 
 def cells(options: Options) -> list[Parameters]:
-    """Every combination, the implementations of one shape next to each other."""
     return grid(
         repetitions(options),
         precision=words(options.precision, "--precision", tuple(DTYPES)),
@@ -68,7 +67,6 @@ def norm_function(name: str, hidden: int, gain: nn.Parameter, bias: nn.Parameter
 
 
 def run(parameters: Parameters, device: torch.device) -> Measurement:
-    """Time and bandwidth of one shape and implementation."""
     dtype = DTYPES[parameters["precision"]]
     rows, hidden = parameters["rows"], parameters["hidden"]
     gain = nn.Parameter(torch.rand(hidden, device=device, dtype=dtype))

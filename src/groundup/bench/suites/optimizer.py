@@ -36,7 +36,6 @@ class Options(SweepOptions):
 
 
 def cells(options: Options) -> list[Parameters]:
-    """Every combination, the implementations of one size next to each other."""
     return grid(
         repetitions(options),
         size=words(options.size, "--size", tuple(SIZES)),
@@ -45,7 +44,6 @@ def cells(options: Options) -> list[Parameters]:
 
 
 def run(parameters: Parameters, device: torch.device) -> Measurement:
-    """Time, bandwidth and memory of one implementation on one model's shapes."""
     with torch.device("meta"):
         shapes = [p.shape for p in TransformerLM(size(parameters["size"])).parameters()]
     params = [torch.randn(shape, device=device).requires_grad_() for shape in shapes]

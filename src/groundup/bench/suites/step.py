@@ -15,12 +15,15 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from groundup.bench.benchmark import (
+    SHAPE,
     Benchmark,
     Measurement,
     SweepOptions,
     at_least,
+    config_of,
     grid,
     numbers,
+    shape_fields,
     shapes,
     without_repeats,
     words,
@@ -31,17 +34,12 @@ from groundup.bench.check import check_steps
 from groundup.bench.harness import Timing, allocated, time_steps
 from groundup.bench.precision import PRECISIONS, dtype_name, use_precision
 from groundup.bench.sweep import resolve_device
-from groundup.config import ModelConfig
 from groundup.config.model import Attention, Kernels
 from groundup.kernels.backend import runs_triton
 from groundup.model import TransformerLM, count_parameters
 from groundup.optim import AdamW, parameter_groups
 
 MODES = ("forward", "forward-backward", "train-step")
-SHAPE = ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "tie_embeddings")
-VARIANT = ("norm", "position", "ffn", "qk_norm", "attention_softcap", "logit_softcap")
-HOW = {"attention": "reference", "attention_deterministic": True, "kernels": "reference", "checkpoint_activations": 0}
-"""How the model is computed, and what cells from before there was a choice measured."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,6 @@ class Options(SweepOptions):
 
 
 def cells(options: Options) -> list[Parameters]:
-    """Every combination; compile, precision and size are the outer loops."""
     at_least(options.steps, "--steps", 1)
     found = []
     for cell in grid(
@@ -103,7 +100,7 @@ def cells(options: Options) -> list[Parameters]:
     ):
         name, shape = cell.pop("shape")
         cell["grad"] = cell["grad"] if cell["mode"] == "forward" else "on"
-        found.append({"size": name, **{field: getattr(shape, field) for field in SHAPE + VARIANT}} | cell)
+        found.append({"size": name} | shape_fields(shape) | cell)
     return without_repeats(found)
 
 
@@ -114,15 +111,7 @@ def group(parameters: Parameters) -> object:
     return parameters["size"], parameters["precision"], parameters["compile"]
 
 
-def model_config(parameters: Parameters) -> ModelConfig:
-    """The shape that a cell measures."""
-    fields: dict[str, Any] = {name: parameters[name] for name in SHAPE + VARIANT if name in parameters}
-    fields |= {name: parameters.get(name, default) for name, default in HOW.items()}
-    return ModelConfig(**fields, context_length=parameters["context_length"]).resolve()
-
-
 def run(parameters: Parameters, device: torch.device) -> Measurement:
-    """Measure one cell."""
     subject = Subject(parameters, device)
     timing = time_steps(subject.step, parameters["warmup"], parameters["steps"], device, prepare=subject.prepare)
     tokens = parameters["batch_size"] * parameters["context_length"]
@@ -156,7 +145,7 @@ class Subject:
         self.autocast = use_precision(parameters["precision"], device)
         self.start = allocated(self.device)
         with torch.device(device):
-            self.model = TransformerLM(model_config(parameters))
+            self.model = TransformerLM(config_of(parameters))
             self.model.init_weights(parameters["seed"])
             shape = (parameters["batch_size"], parameters["context_length"])
             self.ids = torch.randint(self.model.config.vocab_size, shape)
@@ -251,7 +240,7 @@ def count_flops(subject: Subject, parameters: Parameters) -> dict[str, int]:
     model, ids = subject.model, subject.ids
     if parameters["compile"] != "no":
         with torch.device("meta"):
-            model, ids = TransformerLM(model_config(parameters)), ids.to("meta")
+            model, ids = TransformerLM(config_of(parameters)), ids.to("meta")
     model.zero_grad(set_to_none=True)
     with FlopCounterMode(display=False) as counter:
         with torch.set_grad_enabled(subject.records), subject.autocast:
@@ -279,9 +268,9 @@ BENCHMARK = Benchmark(
         "peak, GiB": "memory.peak",
         "tokens/s": "tokens_per_second",
     },
-    hidden=SHAPE + VARIANT,
+    hidden=SHAPE,
     plot_x="context_length",
     plot_y="time.step",
-    check=lambda measured, options: check_steps(measured, model_config, options.hardware),
+    check=lambda measured, options: check_steps(measured, options.hardware),
     seconds_per_cell=60.0,
 )
