@@ -21,7 +21,9 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tyro.conf import FlagCreatePairsOff, arg
 
 from groundup.errors import UserError
 from groundup.files import write_atomic
@@ -51,19 +53,28 @@ CODE_PROMPTS = ["def read(", "class Stack", "import sys"]
 SAMPLE = {"max_tokens": 120, "temperature": 0.8, "top_p": 0.95}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Quickstart:
-    """What to make, and where."""
+    """From nothing to a talking model: tokenizer, token files, training, loss curve, samples.
 
-    out: Path
-    corpus: Path | None = None
-    """Text file or folder; None: the standard library's source."""
+    Without --corpus the text is the source of Python's standard library, so nothing is downloaded. Interrupted, it
+    saves; the same command goes on from there.
+    """
+
+    corpus: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
+    """Text file or folder to learn from in place of the standard library."""
+    out: Annotated[Path, arg(metavar="DIR")] = Path("runs/quickstart")
+    """Directory for everything that is made; also the run's directory."""
     vocab_size: int = 4096
+    """Ids of the tokenizer: 256 bytes + merges + <|endoftext|>."""
     budget_seconds: float = 150.0
-    """For all of it; decides the size of the model and the steps."""
+    """Time for all of it. A new run's model and steps are chosen to fit; a run that exists keeps its own."""
     threads: int = 0
+    """Threads for tokenizer and training; 0: one a core."""
     errors: Literal["strict", "replace"] = "strict"
-    fresh: bool = False
+    """Invalid UTF-8 in --corpus. strict: stop and name the byte; replace: put U+FFFD in its place."""
+    fresh: FlagCreatePairsOff[bool] = False
+    """Remove what an earlier quickstart left in --out and start anew."""
 
 
 def quickstart(job: Quickstart) -> bool:
@@ -71,63 +82,52 @@ def quickstart(job: Quickstart) -> bool:
     start = time.monotonic()
     if not 0 < job.budget_seconds < float("inf"):
         raise UserError(f"--budget-seconds is {job.budget_seconds:g}; it must be a positive number")
-    corpus, inputs = _inputs(job)
-    with _claimed(job, inputs):
-        source = corpus or _embedded_corpus(job.out)
+    with _claimed(job, _inputs(job)):
+        source = job.corpus or _embedded_corpus(job.out)
         tokens = _tokens(job, _tokenizer(job, source), source)
-    finished = _train(job, tokens, start)
-    if not finished:
+    steps = _train(job, tokens, start)
+    if not steps:
         print("\nsaved; the same command goes on from here")
         return False
-    _picture(job.out)
+    from groundup.report import plot_runs
+
+    plot_runs([job.out], job.out / "loss.png")
+    print(f"loss curve in {job.out / 'loss.png'}")
     prompts = CODE_PROMPTS if job.corpus is None else corpus_prompts(tokens)
     _samples(job.out, prompts)
-    _next_commands(job.out, prompts[0])
+    _next_commands(job.out, prompts[0], steps)
     return True
 
 
-def _inputs(job: Quickstart) -> tuple[Path | None, dict]:
-    """The corpus (None: embedded) and what must be the same for an earlier quickstart to be gone on with."""
+def _inputs(job: Quickstart) -> dict:
+    """What must be the same for an earlier quickstart to be gone on with."""
     from groundup.tokenizer.training import merges_wanted
 
     merges_wanted(job.vocab_size, ["<|endoftext|>"])  # refuses a vocabulary that is too small
-    inputs: dict = {"vocab_size": job.vocab_size, "corpus": "the standard library's source"}
-    if job.corpus is not None:
-        from groundup.tokenizer.sources import find_sources
+    if job.corpus is None:
+        return {"vocab_size": job.vocab_size, "corpus": "the standard library's source"}
+    from groundup.tokenizer.sources import find_sources
 
-        (found,) = find_sources([job.corpus])
-        inputs |= {"corpus": str(job.corpus.resolve()), "files": len(found.files), "bytes": found.bytes}
-    return job.corpus, inputs
+    (found,) = find_sources([job.corpus])
+    where = str(job.corpus.resolve())
+    return {"vocab_size": job.vocab_size, "corpus": where, "files": len(found.files), "bytes": found.bytes}
 
 
 @contextmanager
 def _claimed(job: Quickstart, inputs: dict) -> Generator[None]:
-    """Claim `out`; give it back if it was free and the text turns out to be of no use."""
-    new = not job.out.exists()
-    _claim(job, inputs)
-    try:
-        yield
-    except UserError:
-        if new:
-            shutil.rmtree(job.out)
-        raise
-
-
-def _claim(job: Quickstart, inputs: dict) -> None:
-    """Make `out` this quickstart's directory, or check that it is."""
-    mark = job.out / MARK
-    if job.out.exists() and not job.out.is_dir():
+    """Make `out` this quickstart's directory, or check that it is; give it back if it was free and the text turns out
+    to be of no use."""
+    mark, new = job.out / MARK, not job.out.exists()
+    if not new and not job.out.is_dir():
         raise UserError(f"--out {job.out} is a file; give a directory")
-    if not mark.exists() and job.out.exists() and any(job.out.iterdir()):
+    if not mark.exists() and not new and any(job.out.iterdir()):
         raise UserError(f"--out {job.out} holds files of something else; give another directory")
     if mark.exists() and job.fresh:
-        for name in PARTS:
+        for name in (*PARTS, MARK):
             path = job.out / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        mark.unlink()
     if not mark.exists():
         write_atomic(mark, json.dumps(inputs, indent=1) + "\n")
-        return
     try:
         before = json.loads(mark.read_text(encoding="utf-8"))
     except ValueError:
@@ -138,6 +138,12 @@ def _claim(job: Quickstart, inputs: dict) -> None:
                 f"{job.out} was made with {name} {before.get(name)}, not {inputs.get(name)}; "
                 "--fresh starts anew, or give another --out"
             )
+    try:
+        yield
+    except UserError:
+        if new:
+            shutil.rmtree(job.out)
+        raise
 
 
 def _embedded_corpus(out: Path) -> Path:
@@ -198,34 +204,28 @@ def _tokens(job: Quickstart, tokenizer: "Tokenizer", source: Path) -> "TokenData
     return data
 
 
-def _train(job: Quickstart, data: "TokenData", start: float) -> bool:
-    """Begin the run or go on with it; False when it was interrupted."""
+def _train(job: Quickstart, data: "TokenData", start: float) -> int:
+    """Begin the run or go on with it: its steps, 0 when it was interrupted."""
     import torch
 
     from groundup.train import ConsoleProgress, Progress, RunDirectory, bits_per_byte, train
+    from groundup.train.checkpoint import checkpoint_steps
 
     if job.threads:
         torch.set_num_threads(job.threads)
     run = RunDirectory(job.out)
-    done = _is_finished(run.path)
-    config = run.load_config() if run.config.exists() else _sized(job, data, start)
-    result = train(config, job.out, resume=run.config.exists(), progress=Progress() if done else ConsoleProgress())
+    begun = run.config.exists()
+    config = run.load_config() if begun else _sized(job, data, start)
+    done = begun and config.train.steps in checkpoint_steps(run.checkpoints)
+    result = train(config, job.out, resume=begun, progress=Progress() if done else ConsoleProgress())
     if result.interrupted:
-        return False
+        return 0
     loss = result.valid_loss
     assert loss is not None, "the quickstart evaluates after its last step"
     bits = bits_per_byte(loss, data.bytes_per_token("valid"))
     already = "already finished; --fresh starts anew: " if done else ""
     print(f"\n{already}{result.step:,} steps, validation loss {loss:.4f}, {bits:.3f} bits per byte")
-    return True
-
-
-def _is_finished(out: Path) -> bool:
-    from groundup.train import RunDirectory
-    from groundup.train.checkpoint import checkpoint_steps
-
-    run = RunDirectory(out)
-    return run.config.exists() and run.load_config().train.steps in checkpoint_steps(run.checkpoints)
+    return config.train.steps
 
 
 def _sized(job: Quickstart, data: "TokenData", start: float) -> "RunConfig":
@@ -254,13 +254,6 @@ def corpus_prompts(data: "TokenData") -> list[str]:
     return prompts
 
 
-def _picture(out: Path) -> None:
-    from groundup.report import plot_runs
-
-    plot_runs([out], out / "loss.png")
-    print(f"loss curve in {out / 'loss.png'}")
-
-
 def _samples(out: Path, prompts: list[str]) -> None:
     from groundup.generate import generate_text
     from groundup.train import load_run
@@ -274,18 +267,11 @@ def _samples(out: Path, prompts: list[str]) -> None:
         print()
 
 
-def _next_commands(out: Path, prompt: str) -> None:
+def _next_commands(out: Path, prompt: str, steps: int) -> None:
     """Three commands that work when typed, `uv run` included where this process was started by it."""
     groundup = "uv run groundup" if "UV_RUN_RECURSION_DEPTH" in os.environ else "groundup"
     path, longer = shlex.quote(str(out)), shlex.quote(f"{out}-longer")
-    steps = 4 * _steps(out)
     print("\nnext:")
     print(f"  {groundup} generate {path} --prompt {shlex.quote(prompt)} --temperature 0.7 --max-tokens 300")
     print(f"  {groundup} evaluate {path}")
-    print(f"  {groundup} train --config {path}/config.toml --train.steps {steps} --out {longer}")
-
-
-def _steps(out: Path) -> int:
-    from groundup.train import RunDirectory
-
-    return RunDirectory(out).load_config().train.steps
+    print(f"  {groundup} train --config {path}/config.toml --train.steps {4 * steps} --out {longer}")

@@ -1,11 +1,10 @@
 """How large a model the quickstart trains: as large as the machine can train well in the time there is.
 
-A ladder of shapes, each with the optimizer settings that suit it. Climb it: time a few training steps on a rung; if
-the budget would show the model at least 0.4 tokens a parameter, the rung is good and the next one is tried.
-A model that sees far fewer tokens than that ends at a higher loss than a smaller one in the same time: with the tokens
-that two CPU cores pass in 110 seconds, 1.2 to 1.6 M parameters ended at 3.8 to 3.9 nats and 2.9 M at 4.06 on the
-embedded corpus. Repeating the corpus more than five times makes things worse as well (27 M parameters: 2.63 nats
-after five epochs, 2.78 after eight), so what a fast machine does with its time is bounded there.
+A ladder of shapes, each with the optimizer settings that suit it. A few training steps on a rung are timed; if the
+budget would show the model at least 0.4 tokens a parameter, the rung is good and the next one is tried. A model that
+sees far fewer ends at a higher loss than a smaller one (110 seconds of two CPU cores on the embedded corpus: 1.2 to
+1.6 M parameters 3.8 to 3.9 nats, 2.9 M 4.06), and so does one that reads the corpus more than five times (27 M
+parameters: 2.63 nats after five epochs, 2.78 after eight).
 Cost: two to three seconds a rung. Rejected: a table of machines, which knows neither a busy neighbour nor a new GPU.
 """
 
