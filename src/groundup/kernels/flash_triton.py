@@ -181,12 +181,11 @@ def attention_backward(
     if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     d, d_v = q.shape[-1], v.shape[-1]
-    delta, lse2 = row_statistics(out, d_out, lse, d_lse)
-    q, k, v, d_out = (addressable(x) for x in (q, k, v, d_out))
+    q, k, v, d_out, out = (addressable(x) for x in (q, k, v, d_out, out))
     d_q, d_k, d_value = into or (rows_first(*x.shape, like=x) for x in (q, k, v))
     fixed = constants(rule, q, k, v)
-    launch_keys((q, k, v, d_out), (d_k, d_value), (lse2, delta), rule, fixed)
-    launch_queries((q, k, v, d_out), d_q, (lse2, delta), rule, fixed)
+    rows = launch_queries((q, k, v, d_out), out, (lse, d_lse), d_q, rule, fixed)
+    launch_keys((q, k, v, d_out), (d_k, d_value), rows, rule, fixed)
     return trimmed(d_q, d), trimmed(d_k, d), trimmed(d_value, d_v)
 
 
@@ -196,14 +195,13 @@ def trimmed(x: Tensor, width: int) -> Tensor:
 
 
 def row_statistics(
-    out: Tensor, d_out: Tensor, lse: Tensor, d_lse: Tensor | None, n_padded: int = 0
+    out: Tensor, d_out: Tensor, lse: Tensor, d_lse: Tensor | None, n_padded: int
 ) -> tuple[Tensor, Tensor]:
-    """(rowsum(O ∘ dO) - dL, logsumexp in base 2), each (batch, n_heads, n_padded or n_q) float32."""
+    """(rowsum(O ∘ dO) - dL, logsumexp in base 2), each (batch, n_heads, n_padded) float32, for the Hopper backward."""
     from groundup.kernels.flash_triton_backward import delta_kernel
 
     batch, heads, n_q, d_v = out.shape
     out, d_out = (x if x.stride(-1) == 1 else x.contiguous() for x in (out, d_out))
-    n_padded = n_padded or n_q
     delta, lse2 = (lse.new_empty(batch, heads, n_padded) for _ in range(2))
     block = 16 if out.device.type == "cpu" else 64
     launch(out, delta_kernel, -(-n_padded // block) * batch * heads,
@@ -243,26 +241,32 @@ def launch_keys(
 
 
 def launch_queries(
-    inputs: tuple[Tensor, ...], d_q: Tensor, rows: tuple[Tensor, Tensor], rule: Rule, fixed: dict
-) -> None:
-    """dQ into `d_q`."""
+    inputs: tuple[Tensor, ...], out: Tensor, lses: tuple[Tensor, Tensor | None], d_q: Tensor, rule: Rule, fixed: dict
+) -> tuple[Tensor, Tensor]:
+    """dQ into `d_q`; `lses` are the logsumexp and its gradient. Returns what launch_keys needs of each row."""
     from groundup.kernels.flash_triton_backward import queries_kernel
 
     q, k, v, d_out = inputs
     (batch, heads, n_q, d), n_k = q.shape, k.shape[2]
     tile = pick_tile("queries", q.dtype, max(fixed["D"], fixed["D_V"]), q.device)
     bytes_a_head = n_k * (d + v.shape[-1]) * q.itemsize // fixed["GROUP"]
-    lo, hi = (rows[0], rows[0]) if rule.intervals is None else rule.intervals[0].unbind()
+    lse, d_lse = lses
+    lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
+    lo, hi = (lse, lse) if rule.intervals is None else rule.intervals[0].unbind()
     launch(q, queries_kernel, -(-n_q // tile.block_q) * batch * heads,
         describe(q, tile.block_q, fixed["D"]),
         describe(k, tile.block_k, fixed["D"]),
         describe(v, tile.block_k, fixed["D_V"]),
         describe(d_out, tile.block_q, fixed["D_V"]),
+        describe(out, tile.block_q, fixed["D_V"]),
         describe(d_q, tile.block_q, fixed["D"]),
-        *rows, lo, hi, *score_factors(rule), rule.scale, n_q, n_k, heads,
+        lse, lse if d_lse is None else d_lse.contiguous(), lse2, delta, lo, hi,
+        *score_factors(rule), rule.scale, n_q, n_k, heads,
         heads_a_group(batch * heads, bytes_a_head, L2_BYTES_BACKWARD), rule.window,
-        **fixed, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, EVEN=n_k % tile.block_k == 0, **tile.options(),
+        **fixed, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, EVEN=n_k % tile.block_k == 0, HAS_D_LSE=d_lse is not None,
+        **tile.options(),
     )  # fmt: skip
+    return lse2, delta
 
 
 class FlashAttentionTriton(torch.autograd.Function):

@@ -1,7 +1,8 @@
 """FlashAttention-2 backward in Triton: no atomics, so the same gradients every time.
 
-Three kernels: D = rowsum(O ∘ dO) a row; dK and dV, one program a tile of keys; dQ, one program a tile of queries. The
-split computes seven matrix products where a fused kernel computes five, but a fused one must add its parts of dQ
+Two kernels: dQ, one program a tile of queries, which has O and dO and so leaves D = rowsum(O ∘ dO) a row; then dK and
+dV, one program a tile of keys. (The Hopper kernel makes both at once and takes D from a kernel of its own.) The split
+computes seven matrix products where a fused kernel computes five, but a fused one must add its parts of dQ
 through memory in an order nobody fixes. Measured on an H200 the split was the faster of the two in Triton as well.
 """
 
@@ -27,7 +28,7 @@ def delta_kernel(
     OUT, D_OUT, LSE, D_LSE, DELTA, LSE2, n_q, n_padded, n_heads, out_batch, out_head, out_row, d_batch, d_head, d_row,
     width, BLOCK: tl.constexpr, WIDTH: tl.constexpr, HAS_D_LSE: tl.constexpr,
 ):  # fmt: skip
-    """DELTA = rowsum(O ∘ dO) - dL, and LSE2, the logsumexp in base 2 with +inf for an empty row (then P is 0).
+    """DELTA = rowsum(O ∘ dO) - dL, and LSE2, the logsumexp in base 2.
 
     Rows of the two are n_padded long; what is past n_q counts as empty. Since dL/dS = P, the logsumexp's own gradient
     enters dS = P ∘ (dP - D) as if D were smaller by it.
@@ -49,7 +50,13 @@ def delta_kernel(
     lse = tl.load(LSE + at, mask=i < n_q, other=float("-inf"))
     to = flat.to(tl.int64) * n_padded + i
     tl.store(DELTA + to, delta, mask=i < n_padded)
-    tl.store(LSE2 + to, tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634), mask=i < n_padded)
+    tl.store(LSE2 + to, in_base_2(lse), mask=i < n_padded)
+
+
+@triton.jit
+def in_base_2(lse):
+    """A natural logsumexp in base 2; +inf for an empty row, whose P then is 0."""
+    return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
 
 
 @triton.jit
@@ -184,12 +191,12 @@ def queries_step(
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "n_heads", "heads_a_group", "window"])
 def queries_kernel(
-    Q, K, V, D_OUT, D_Q, LSE2, DELTA, LO, HI, cap_in, factor, scale, n_q, n_k, n_heads, heads_a_group, window,
-    GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    Q, K, V, D_OUT, OUT, D_Q, LSE, D_LSE, LSE2, DELTA, LO, HI, cap_in, factor, scale, n_q, n_k, n_heads, heads_a_group,
+    window, GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, SOFTCAP: tl.constexpr, EVEN: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr, HAS_D_LSE: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one tile of queries; arguments as in the forward kernel."""
+    """dQ, DELTA and LSE2 (see delta_kernel) of one tile of queries; arguments as in the forward kernel."""
     tile, flat = longest_first(tl.program_id(0), tl.cdiv(n_q, BLOCK_Q), heads_a_group, CAUSAL)
     batch = flat // n_heads
     head = flat % n_heads
@@ -206,8 +213,13 @@ def queries_kernel(
     q = load_tile(Q, batch, head, m, BLOCK_Q, D, UPCAST)
     d_out = load_tile(D_OUT, batch, head, m, BLOCK_Q, D_V, UPCAST)
     at = flat.to(tl.int64) * n_q
-    lse = tl.load(LSE2 + at + i, mask=i < n_q, other=float("inf"))
-    delta = tl.load(DELTA + at + i, mask=i < n_q, other=0.0)
+    out = load_tile(OUT, batch, head, m, BLOCK_Q, D_V, False)
+    delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
+    if HAS_D_LSE:
+        delta -= tl.load(D_LSE + at + i, mask=i < n_q, other=0.0)
+    lse = in_base_2(tl.load(LSE + at + i, mask=i < n_q, other=float("-inf")))
+    tl.store(DELTA + at + i, delta, mask=i < n_q)
+    tl.store(LSE2 + at + i, lse, mask=i < n_q)
     d_q = tl.zeros([BLOCK_Q, D], tl.float32)
     if LOWER:
         for n in tl.range(start, tl.minimum(whole_from, end), BLOCK_K):
