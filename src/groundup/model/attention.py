@@ -5,7 +5,7 @@ the scores are kernels.attention's business, and no mask exists.
 """
 
 from math import sqrt
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Bool, Float
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from groundup import kernels as fused
 from groundup.config import ModelConfig
-from groundup.model.layers import Linear, RMSNorm, at_least_float32, joined_product, soft_cap, use_kernel
+from groundup.kernels.backend import at_least_float32
+from groundup.model.layers import Linear, RMSNorm, joined_product, soft_cap, use_kernel
 from groundup.model.rope import Rotation, rotate_both
 
 
@@ -76,6 +77,11 @@ class MultiHeadSelfAttention(nn.Module):
         self.variant = variant = variant or ModelConfig(attention="reference", kernels="reference")
         self.n_heads, self.n_kv_heads = n_heads, n_kv_heads or n_heads
         self.d_head = d_model // n_heads
+        self.kernel_options: dict[str, Any] = {
+            "softcap": variant.attention_softcap,
+            "backend": variant.attention,
+            "deterministic": variant.attention_deterministic,
+        }
         self.q_proj = Linear(d_model, n_heads * self.d_head)
         self.k_proj = Linear(d_model, self.n_kv_heads * self.d_head)
         self.v_proj = Linear(d_model, self.n_kv_heads * self.d_head)
@@ -102,7 +108,7 @@ class MultiHeadSelfAttention(nn.Module):
             q, k = rotate_both(q, k, rotation, self.variant.kernels)
         if cache is not None:
             k, v = cache.append(layer, k, v)
-        heads = self._kernel(q, k, v) if mask is None else self._plain(q, k, v, mask)
+        heads = self._plain(q, k, v, mask) if mask is not None else fused.attention(q, k, v, **self.kernel_options)
         return self.output_proj(heads.transpose(1, 2).flatten(-2))
 
     def _as_one(self, x: Tensor, rotation: Rotation | None) -> bool:
@@ -111,29 +117,14 @@ class MultiHeadSelfAttention(nn.Module):
         return not self.variant.qk_norm and one_table and use_kernel(self.variant.kernels, x)
 
     def _rotary(self, x: Tensor, rotation: Rotation | None) -> Float[Tensor, "batch seq n_heads d_head"]:
-        variant = self.variant
         qkv = joined_product(x, self.q_proj, self.k_proj, self.v_proj).unflatten(-1, (-1, self.d_head))
-        return fused.rotary_attention(
-            *(qkv, rotation, self.n_heads),
-            softcap=variant.attention_softcap,
-            backend=variant.attention,
-            deterministic=variant.attention_deterministic,
-        )
+        return fused.rotary_attention(qkv, rotation, self.n_heads, **self.kernel_options)
 
     def _plain(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Float[Tensor, "batch n_heads seq d_head"]:
         if self.n_kv_heads < self.n_heads:
             group = self.n_heads // self.n_kv_heads
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         return scaled_dot_product_attention(q, k, v, mask, self.variant.attention_softcap)
-
-    def _kernel(self, q: Tensor, k: Tensor, v: Tensor) -> Float[Tensor, "batch n_heads seq d_head"]:
-        variant = self.variant
-        return fused.attention(
-            *(q, k, v),
-            softcap=variant.attention_softcap,
-            backend=variant.attention,
-            deterministic=variant.attention_deterministic,
-        )
 
     def _project(self, x: Float[Tensor, "batch seq d_model"], joined: bool = True) -> list[Tensor]:
         """q, k and v, each (batch, heads, seq, d_head).

@@ -11,11 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from groundup import kernels as fused
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """`x` in float32 when it is in half precision, else as it is (float64 stays, so that tests can be exact)."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+from groundup.kernels.backend import at_least_float32
 
 
 def use_kernel(kernels: str, x: Tensor, fuses: bool = False) -> bool:

@@ -5,8 +5,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from groundup.kernels import linear_cross_entropy
+from groundup.kernels.backend import at_least_float32
 from groundup.kernels.linear_cross_entropy import IGNORE
-from groundup.model.layers import Linear, at_least_float32, soft_cap, use_kernel
+from groundup.model.layers import Linear, soft_cap, use_kernel
 
 
 def cross_entropy(

@@ -11,7 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from groundup import kernels as fused
-from groundup.model.layers import at_least_float32, use_kernel
+from groundup.kernels.backend import at_least_float32
+from groundup.model.layers import use_kernel
 
 Rotation = tuple[Tensor, Tensor]
 """cos and sin of the angles, each (..., seq, d_head / 2), float32."""

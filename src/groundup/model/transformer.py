@@ -90,14 +90,18 @@ class TransformerLM(nn.Module):
             return
         generator = torch.Generator(device).manual_seed(seed)
         for module in self.modules():
-            if isinstance(module, Linear):
-                module.init_weights(generator)
-            elif isinstance(module, Embedding):
-                module.init_weights(generator, 1 / sqrt(self.config.d_model) if self.lm_head is None else 1.0)
-            elif isinstance(module, RMSNorm):
-                nn.init.ones_(module.weight)
-            elif isinstance(module, RotaryEmbedding):
-                module.reset(device)
+            self.init_module(module, generator)
+
+    def init_module(self, module: nn.Module, generator: torch.Generator) -> None:
+        """Give one of the model's modules its own first values, on the generator's device."""
+        if isinstance(module, Linear):
+            module.init_weights(generator)
+        elif isinstance(module, Embedding):
+            module.init_weights(generator, 1 / sqrt(self.config.d_model) if self.lm_head is None else 1.0)
+        elif isinstance(module, RMSNorm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, RotaryEmbedding):
+            module.reset(generator.device)
 
     def forward(
         self,
