@@ -175,9 +175,8 @@ def loop(work: str, model: str, deterministic: bool = False, optimizer: str = "a
     """Step times of train() and of its bare step, by turns, on one job; steps 0: only compile it."""
     from groundup.train import loop as module
     from groundup.train.ablate import shortened
-    from groundup.train.batches import Batch
-    from groundup.train.deterministic import deterministic as only_deterministic
-    from groundup.train.job import build
+    from groundup.train.device import deterministic as only_deterministic
+    from groundup.train.job import Batch, build
 
     config = shortened(base_config(Path(work)), max(steps, 2))
     if model == "124m" and config.train.device == "cuda":

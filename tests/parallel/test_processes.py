@@ -15,12 +15,12 @@ from groundup.parallel.processes import (
     World,
     connect,
     disconnect,
+    hosts,
     local_device,
     meeting_point,
     nccl_variables,
     this_world,
 )
-from groundup.parallel.slurm import hosts
 
 
 @pytest.mark.parametrize(

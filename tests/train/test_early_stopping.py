@@ -13,7 +13,7 @@ from tiny_runs import Crash, Recorder, crash, read_metrics, tiny_config, write_t
 from groundup.errors import UserError
 from groundup.train import Evaluation, evaluate_run, load_run, train
 from groundup.train.checkpoint import best_step, checkpoint_steps, mark_best
-from groundup.train.early_stopping import BestLoss
+from groundup.train.guards import BestLoss
 
 torch.set_num_threads(1)
 # One evaluation a step from 1 on; the best of 12 is at step 7.

@@ -20,10 +20,9 @@ from groundup.data import TokenData
 from groundup.errors import UserError
 from groundup.train import Evaluation, train
 from groundup.train.checkpoint import checkpoint_steps
-from groundup.train.guards import Guards, apply_unless, to_skip
+from groundup.train.guards import Guards, apply_unless, foreign_tokens, least_bits_per_byte, to_skip
 from groundup.train.job import build
 from groundup.train.loop import training_step
-from groundup.train.plausible import foreign_tokens, least_bits_per_byte
 
 torch.set_num_threads(1)
 

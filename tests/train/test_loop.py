@@ -16,9 +16,8 @@ from groundup.errors import UserError
 from groundup.model import TransformerLM
 from groundup.optim import AdamW
 from groundup.train import train
-from groundup.train.batches import Batch, prefetched
 from groundup.train.device import choose_device, choose_precision, set_matmul_precision
-from groundup.train.job import build
+from groundup.train.job import Batch, build, prefetched
 from groundup.train.loop import training_step
 
 torch.set_num_threads(1)

@@ -13,6 +13,7 @@ from groundup.errors import UserError
 from groundup.parallel.processes import World
 from groundup.train import evaluate_run, evaluate_run_documents, train
 from groundup.train.device import (
+    LossScaler,
     autocast,
     cast_weights,
     choose_precision,
@@ -22,7 +23,6 @@ from groundup.train.device import (
 )
 from groundup.train.job import build
 from groundup.train.loop import training_step
-from groundup.train.loss_scale import LossScaler
 from groundup.train.progress import make_plan
 
 ROUNDING = {"fp32": 2**-23, "bf16-mixed": 2**-8, "fp16-mixed": 2**-11, "bf16-pure": 2**-8}

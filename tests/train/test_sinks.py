@@ -10,8 +10,8 @@ from tiny_runs import Crash, Recorder, crash, read_metrics, tiny_config, write_t
 
 from groundup.errors import UserError
 from groundup.train import train
+from groundup.train.metrics import flops_per_token, listed_tflops, peak_flops
 from groundup.train.sinks import KINDS
-from groundup.train.speed import flops_per_token, listed_tflops, peak_flops
 
 torch.set_num_threads(1)
 

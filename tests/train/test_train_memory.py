@@ -13,7 +13,7 @@ from tiny_runs import write_tokens
 from groundup.data import WindowSampler
 from groundup.data.npy import HEADER_BYTES, NpyWriter, open_npy
 from groundup.parallel.processes import World
-from groundup.train.batches import prefetched, read_batch
+from groundup.train.job import prefetched, read_batch
 
 pytestmark = [
     pytest.mark.slow,

@@ -11,6 +11,7 @@ Opening costs a few reads however large the files are: sizes, headers and both e
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +97,16 @@ class TokenData:
         tokenizer = Tokenizer.load(path)
         self.check_tokenizer(tokenizer, str(path))
         return tokenizer
+
+    @cached_property
+    def token_bytes(self) -> np.ndarray:
+        """int64 (vocab_size + 1,): bytes of text an id stands for; 0 for special tokens and, last, foreign ids."""
+        tokenizer = self.tokenizer()
+        lengths = np.zeros(tokenizer.vocab_size + 1, dtype=np.int64)
+        for number, token in tokenizer.vocab.items():
+            lengths[number] = len(token)
+        lengths[list(tokenizer.special_tokens.values())] = 0
+        return lengths
 
     def check_tokenizer(self, tokenizer: Tokenizer, where: str = "the tokenizer") -> None:
         """Raise UserError unless `tokenizer` (called `where` in the message) wrote these ids."""

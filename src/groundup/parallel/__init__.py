@@ -2,7 +2,7 @@
 
 Read in this order:
 
-    processes.py, slurm.py, launch.py   who is who, where they meet, how they are started and end
+    processes.py, launch.py             who is who, where they meet, how they are started and end
     agree.py                            what ranks must hold in common before the first collective
     ddp.py                              data parallelism four ways
     flat.py                             parameters side by side, cut into equal shards

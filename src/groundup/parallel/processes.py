@@ -6,6 +6,7 @@ alone it is derived: the first host of the job's node list, a port from the job'
 """
 
 import os
+import re
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from groundup.config import ParallelConfig
 from groundup.errors import UserError
-from groundup.parallel.slurm import hosts
 
 T = TypeVar("T")
 
@@ -128,6 +128,37 @@ def meeting_point(world: World, environment: Mapping[str, str] = os.environ) -> 
             "that all reach) and MASTER_PORT (a free port there), with mpirun by -x"
         )
     return host, int(port)
+
+
+def hosts(text: str) -> list[str]:
+    """Every host of a node list as Slurm writes it, in order: `node[01-03,7],login` → node01, node02, node03, node7,
+    login. A name may hold several brackets: `rack[1-2]n[0-1]`.
+
+    Raises UserError for an empty or unreadable list.
+    """
+    found = [host for part in _parts(text) for host in _expand(part)]
+    if not found or not all(re.fullmatch(r"[\w.\-]+", host) for host in found):
+        raise UserError(f"SLURM_NODELIST is {text!r}: no list of hosts; export MASTER_ADDR")
+    return found
+
+
+def _parts(text: str) -> list[str]:
+    """At the commas outside brackets."""
+    return [part for part in re.split(r",(?![^\[]*\])", text.strip()) if part]
+
+
+def _expand(part: str) -> list[str]:
+    match = re.search(r"\[([^\]]*)\]", part)
+    if match is None:
+        return [part]
+    numbers: list[str] = []
+    for piece in match[1].split(","):
+        first, dash, last = piece.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            return []
+        # Leading zeros are part of the name.
+        numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last if dash else first) + 1)]
+    return [part[: match.start()] + number + rest for number in numbers for rest in _expand(part[match.end() :])]
 
 
 def nccl_variables(nvls: bool, timeout: float) -> dict[str, str]:

@@ -1,17 +1,17 @@
 """Training: the loop, the run directory and its checkpoints, evaluation, progress.
 
 loop.py           the training step and the loop around it, whole
-job.py            a run's parts, built from its configuration: batches.py, device.py
+job.py            a run's parts, built from its configuration; its batches
+device.py         where it computes: precision modes, loss scaling, compilation, the same bits each time
+micro_batch.py    the largest micro-batch that fits
 run_directory.py  a run on disk: metrics.py, checkpoint.py
 resume.py         from a job to a checkpoint and back
+guards.py         steps that are left out, early stopping, losses that cannot be true
 evaluate.py       loss, perplexity, bits per byte; documents.py: by document
 load.py           a run's model, for evaluation and generation
 exchange.py       a run to and from Hugging Face's format
-guards.py         steps that are left out; plausible.py: losses that cannot be true; early_stopping.py
-progress.py       the plan, and what a person sees; speed.py: MFU; sinks.py: TensorBoard, W&B; interrupt.py: Ctrl-C
-device.py         precision modes, compilation; loss_scale.py: fp16; micro_batch.py: the largest that fits
+progress.py       the plan, and what a person sees; sinks.py: TensorBoard, W&B; interrupt.py: what Ctrl-C does
 lr_range.py       a learning rate from a short sweep; ablate.py: a recipe's variations as runs
-deterministic.py  the same bits each time, compiled and on a GPU
 """
 
 from groundup.train.documents import Document, DocumentEvaluation, evaluate_documents

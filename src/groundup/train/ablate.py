@@ -19,9 +19,8 @@ from groundup.config import RunConfig
 from groundup.config.model import nearest_multiple
 from groundup.errors import UserError, nearest_name
 from groundup.model import TransformerLM, count_parameters
-from groundup.rows import read_rows
-from groundup.train.early_stopping import BestLoss
-from groundup.train.guards import is_out_of_memory
+from groundup.rows import Row, read_rows
+from groundup.train.guards import BestLoss, is_out_of_memory
 from groundup.train.loop import train
 from groundup.train.progress import Progress
 from groundup.train.run_directory import RunDirectory, refuse_changes
@@ -73,7 +72,7 @@ def _others(field: str, values: Iterable[Any]) -> Callable[[RunConfig], dict[str
 def _switch(field: str, on: Any = True, off: Any = False) -> Callable[[RunConfig], dict[str, Changes]]:
     """A field turned on where the recipe has it off, and the other way round."""
     section, name = field.split(".")
-    return lambda c: {"off": {field: off}} if getattr(getattr(c, section), name) else {"on": {field: on}}
+    return lambda c: {"on": {field: on}} if getattr(getattr(c, section), name) == off else {"off": {field: off}}
 
 
 def _feed_forwards(config: RunConfig) -> dict[str, Changes]:
@@ -111,9 +110,7 @@ def _sizes(config: RunConfig) -> dict[str, Changes]:
 
 AXES: dict[str, Callable[[RunConfig], dict[str, Changes]]] = {
     "norm": _others("model.norm", ("pre", "post", "none")),
-    "rope": lambda c: (
-        {"off": {"model.position": "nope"}} if c.model.position == "rope" else {"on": {"model.position": "rope"}}
-    ),
+    "rope": _switch("model.position", "rope", "nope"),
     "ffn": _feed_forwards,
     "qk_norm": _switch("model.qk_norm"),
     "softcap": _softcaps,
@@ -210,30 +207,30 @@ def _train(config: RunConfig, run: RunDirectory, progress: Progress) -> tuple[bo
 
 def is_finished(run: RunDirectory) -> bool:
     """Whether the run was evaluated after its last step, which is the last thing it does, or stopped early."""
-    if not run.config.exists():
-        return False
-    train, best = run.load_config().train, _best(run)
-    return best.seen == train.steps > 0 or 0 < train.early_stopping <= best.waited
+    config, _, best = _read(run)
+    return best.seen == config.train.steps > 0 or 0 < config.train.early_stopping <= best.waited
 
 
-def _best(run: RunDirectory) -> BestLoss:
-    best = BestLoss(run.load_config().train.min_delta if run.config.exists() else 0.0)
-    best.replay(read_rows(run.metrics))
-    return best
+def _read(run: RunDirectory) -> tuple[RunConfig, list[Row], BestLoss]:
+    """A run's configuration (one of no steps where it has none yet), its rows, and what its evaluations say."""
+    config = run.load_config() if run.config.exists() else RunConfig()
+    rows, best = read_rows(run.metrics), BestLoss(config.train.min_delta)
+    best.replay(rows)
+    return config, rows, best
 
 
 def outcome(
     variation: Variation, config: RunConfig, run: RunDirectory, failed: str | None, baseline: float | None
 ) -> Outcome:
     """A row of the table from a run's files; `baseline`: the baseline's validation loss, None for itself."""
-    config = run.load_config() if run.config.exists() else config
-    rows = read_rows(run.metrics)
+    saved, rows, best = _read(run)
+    config = saved if run.config.exists() else config
     steps = [row for row in rows if "loss" in row]
     speeds = [row["tokens_per_second"] for row in steps[len(steps) // 10 :]]
     losses = [row["valid_loss"] for row in rows if "valid_loss" in row]
     loss = None
     if not failed and is_finished(run):
-        loss = _best(run).loss if config.train.early_stopping else losses[-1]
+        loss = best.loss if config.train.early_stopping else losses[-1]
     with torch.device("meta"):
         parameters = count_parameters(TransformerLM(config.model)) if config.model.vocab_size else 0
     return Outcome(

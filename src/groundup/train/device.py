@@ -4,7 +4,7 @@ mode         weights, gradients   matrix products   optimizer state     loss sca
 fp32         float32              float32           float32             no
 tf32         float32              TF32 (GPU)        float32             no
 bf16-mixed   float32              bfloat16          float32             no
-fp16-mixed   float32              float16           float32             yes (loss_scale.py)
+fp16-mixed   float32              float16           float32             yes (LossScaler)
 bf16-pure    bfloat16             bfloat16          see optim/base.py   no
 
 The mixed modes use autocast; the few products that stay in float32 there may use TF32. Under fp32, TF32 is off. Norms,
@@ -12,13 +12,14 @@ softmax and loss are computed in float32 at least in every mode; the residual st
 bf16 modes (model/transformer.py), float32 in the others.
 """
 
-from collections.abc import Callable, Generator
+import os
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from groundup.config import TrainConfig
 from groundup.errors import UserError
@@ -27,6 +28,8 @@ Precision = Literal["auto", "fp32", "tf32", "bf16-mixed", "fp16-mixed", "bf16-pu
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 AMPERE = 8
 """Major compute capability of the first GPUs with TF32."""
+GROWTH, BACKOFF, LARGEST = 2.0, 0.5, 2.0**24
+"""Of the loss scale."""
 
 
 def choose_device(name: str) -> torch.device:
@@ -122,3 +125,85 @@ def _compile_training(block: nn.Module) -> None:
 def describe(device: torch.device) -> str:
     """The device's name for people."""
     return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
+
+
+class LossScaler:
+    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018, section 3.2); not `enabled`, no method does anything.
+
+    float16 ends at 65504 and below 6e-8: small gradients of activations would vanish. So the loss is multiplied by a
+    large scale before backward and the gradients divided by it afterwards. A step whose gradients are not finite is
+    skipped (guards.py) and halves the scale; `growth_interval` sound steps in a row double it. Scale and count live on
+    the device, so nothing waits for them. Powers of two: scaling loses no bit.
+    """
+
+    def __init__(
+        self, enabled: bool, device: torch.device | str = "cpu", scale: float = 2.0**16, growth_interval: int = 2000
+    ):
+        self.enabled, self.growth_interval = enabled, growth_interval
+        self.scale = torch.tensor(scale, device=device)
+        self.streak = torch.zeros((), dtype=torch.int64, device=device)
+        """Sound steps since the scale last changed."""
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What backward starts from."""
+        return loss * self.scale if self.enabled else loss
+
+    @torch.no_grad()
+    def unscale(self, parameters: Iterable[Tensor]) -> None:
+        """Divide the gradients by the scale, in place; before they are clipped."""
+        if self.enabled:
+            grads = [p.grad for p in parameters if p.grad is not None]
+            torch._foreach_mul_(grads, 1 / self.scale)
+
+    def update(self, sound: Tensor) -> None:
+        """`sound`: a scalar, non-zero where every gradient of the step was finite (on all ranks)."""
+        if not self.enabled:
+            return
+        sound = sound.to(self.scale.device).bool()
+        self.streak = torch.where(sound, self.streak + 1, 0)
+        grown = self.streak >= self.growth_interval
+        factor = torch.where(sound, torch.where(grown, GROWTH, 1.0), BACKOFF)
+        self.scale = (self.scale * factor).clamp(1.0, LARGEST)
+        self.streak = torch.where(grown, 0, self.streak)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint, as JSON has it."""
+        return {"scale": self.scale.item(), "streak": int(self.streak.item())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what state_dict gave."""
+        self.scale.fill_(state["scale"])
+        self.streak.fill_(state["streak"])
+
+
+@contextmanager
+def deterministic(enabled: bool) -> Generator[None]:
+    """Inside, if `enabled`, the same bits each time, compiled and on a GPU too; docs/training.md has what it costs.
+
+    Without it a compiled run on a GPU may differ in last bits from process to process: kernels are chosen by timing
+    them, and sums in an order that is not fixed (atomics; the embedding's gradient is the one in a language model) are
+    rounded as they come. With it torch takes an algorithm with a fixed order or refuses (the embedding's gradient is
+    sorted by id first), cuBLAS gets a workspace of its own, and inductor takes no decision by the clock. Torch would
+    also fill every new tensor with NaN, to show what reads memory that nobody wrote; that is off, as it changes no
+    result and costs a pass. The settings before come back at the end.
+
+    Enter it before the first matrix product on a GPU: cuBLAS reads its workspace from the environment once.
+    """
+    if not enabled:
+        yield
+        return
+    import torch._inductor.config as inductor  # costs a second, which only such a run pays
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    cudnn = torch.backends.cudnn
+    memory: Any = torch.utils.deterministic  # a module with a property, which a type checker cannot see
+    enabled_before, filled = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
+    before = cudnn.benchmark, inductor.deterministic
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory, cudnn.benchmark, inductor.deterministic = False, False, True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled_before)
+        memory.fill_uninitialized_memory = filled
+        cudnn.benchmark, inductor.deterministic = before

@@ -10,7 +10,7 @@ Cost: one pass over the tokens, and the padding (few percent).
 """
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,7 +22,7 @@ import torch
 from groundup.data import TokenData
 from groundup.data.sampler import gather
 from groundup.model import IGNORE, TransformerLM, cross_entropy
-from groundup.train.evaluate import bits_per_byte, token_bytes
+from groundup.train.evaluate import bits_per_byte
 
 BEGINNING = 12
 """Tokens of a document that a report shows."""
@@ -52,15 +52,33 @@ class DocumentEvaluation:
 
     documents: list[Document]
     """In the file's order."""
-    mean_loss: float
-    """Mean over documents, a short one weighing as much as a long one."""
-    median_loss: float
-    loss: float
-    """Nats a token, mean over tokens."""
-    bits_per_byte: float | None
-    """Of all documents together; None where there is no text at all."""
-    tokens: int
-    bytes: int
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean over documents, a short one weighing as much as a long one."""
+        return statistics.fmean(document.loss for document in self.documents)
+
+    @property
+    def median_loss(self) -> float:
+        return statistics.median(document.loss for document in self.documents)
+
+    @property
+    def tokens(self) -> int:
+        return sum(document.tokens for document in self.documents)
+
+    @property
+    def bytes(self) -> int:
+        return sum(document.bytes for document in self.documents)
+
+    @property
+    def loss(self) -> float:
+        """Nats a token, mean over tokens."""
+        return sum(document.loss * document.tokens for document in self.documents) / self.tokens
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Of all documents together; None where there is no text at all."""
+        return bits_per_byte(self.loss, self.bytes / self.tokens) if self.bytes else None
 
     def worst(self, count: int) -> list[Document]:
         """The `count` documents of highest loss, the highest first."""
@@ -95,13 +113,19 @@ def evaluate_documents(
             np.add.at(nats, owners, rows.double().cpu().numpy())
     finally:
         model.train(was_training)
-    lengths = token_bytes(data)
-    sizes = np.array([lengths[data.valid[start:end]].sum() for start, end in pairwise(edges.tolist())])
+    lengths = data.token_bytes
+    sizes = [int(lengths[data.valid[start:end]].sum()) for start, end in pairwise(edges.tolist())]
     # The last token is <|endoftext|>, which is no part of the text.
     beginnings = [
         tokenizer.decode(data.valid[start : min(start + BEGINNING, end - 1)]) for start, end in pairwise(edges.tolist())
     ]
-    return _summary(nats, np.diff(edges), sizes, beginnings)
+    columns = zip(nats.tolist(), np.diff(edges).tolist(), sizes, beginnings, strict=True)
+    return DocumentEvaluation(
+        [
+            Document(index, n, size, total / n, bits_per_byte(total / n, size / n) if size else None, beginning)
+            for index, (total, n, size, beginning) in enumerate(columns)
+        ]
+    )
 
 
 def _batches(
@@ -127,23 +151,3 @@ def _batches(
             if start > edges[document]:
                 inputs[row, 0] = data.valid[start - 1]
         yield np.array([window[0] for window in batch]), inputs, targets
-
-
-def _summary(nats: np.ndarray, tokens: np.ndarray, sizes: np.ndarray, beginnings: Sequence[str]) -> DocumentEvaluation:
-    columns = zip(nats.tolist(), tokens.tolist(), sizes.tolist(), beginnings, strict=True)
-    documents = [
-        Document(index, n, size, total / n, bits_per_byte(total / n, size / n) if size else None, beginning)
-        for index, (total, n, size, beginning) in enumerate(columns)
-    ]
-    losses = [document.loss for document in documents]
-    n, size = int(tokens.sum()), int(sizes.sum())
-    loss = float(nats.sum()) / n
-    return DocumentEvaluation(
-        documents=documents,
-        mean_loss=statistics.fmean(losses),
-        median_loss=statistics.median(losses),
-        loss=loss,
-        bits_per_byte=bits_per_byte(loss, size / n) if size else None,
-        tokens=n,
-        bytes=size,
-    )

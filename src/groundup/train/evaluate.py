@@ -4,8 +4,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,7 +64,7 @@ def evaluate(
     model.eval()
     nats = torch.zeros((), dtype=torch.float64, device=device)
     tokens = size = 0
-    lengths = token_bytes(data)
+    lengths = data.token_bytes
     try:
         for inputs, targets in _own(_batches(data.valid, model, batch_size, batches), world):
             before_batch()
@@ -104,22 +102,6 @@ def _own(
     if held:
         inputs, targets = held[min(rank, len(held) - 1)]
         yield inputs, targets if rank < len(held) else np.full_like(targets, IGNORE)
-
-
-def token_bytes(data: TokenData) -> np.ndarray:
-    """int64 (vocab_size + 1,): bytes of text that each id stands for; 0 for special tokens and, last, foreign ids."""
-    return _token_bytes(data.directory, data.fingerprint)
-
-
-@lru_cache(maxsize=4)
-def _token_bytes(directory: Path, fingerprint: str) -> np.ndarray:
-    # Read once for all evaluations of a run; the fingerprint is part of the key only.
-    tokenizer = TokenData.open(directory).tokenizer()
-    special = set(tokenizer.special_tokens.values())
-    lengths = np.zeros(tokenizer.vocab_size + 1, dtype=np.int64)
-    for number, token in tokenizer.vocab.items():
-        lengths[number] = 0 if number in special else len(token)
-    return lengths
 
 
 def check_validation(data: TokenData) -> None:

@@ -1,4 +1,5 @@
-"""Guards: steps that would spoil the weights are left out, counted, and end the run when they do not stop.
+"""Guards: steps that would spoil the weights are left out, counted, and end the run when they do not stop; below them,
+when validation losses say that it is time to stop, and whether they can be true.
 
 Where what is decided. Whether a step is applied is a function of three numbers that are on the device when backward
 ends: the loss, the gradients' norm (not finite as soon as one gradient is not) and a limit for the loss that the host
@@ -17,14 +18,20 @@ becomes usual after half a window. The limit of step k comes from rows up to k -
 no more by then: so a resumed run, and one on another device, decides alike.
 """
 
+import lzma
 from collections import deque
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from math import inf
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from groundup.config import TrainConfig
+from groundup.data import TokenData
 from groundup.errors import UserError
 from groundup.optim import Optimizer
 
@@ -32,6 +39,12 @@ WARMUP = 8
 """Losses that must be known before any can be a spike."""
 LEAST_DEVIATION = 1e-3
 """Of the median: a window of (nearly) equal losses must not make a spike of each rounding error."""
+SAMPLE = 1 << 20
+"""Bytes of text that are compressed: 0.4 s."""
+SHARE = 0.1
+"""Of the compressor's bits, what a model can not do with."""
+TOLERANCE = 0.1
+"""Share by which bytes may differ: a tokenizer that normalises text changes some."""
 
 
 def to_skip(loss: Tensor, unsound: Tensor, limit: float) -> Tensor:
@@ -76,14 +89,14 @@ class Guards:
         """The highest usual loss for `step`, from the rows up to step - 2; inf while too few are known."""
         known = [loss for at, loss in self._losses if at <= step - 2][-self.train.spike_window :]
         if not self.train.spike_threshold or len(known) < WARMUP:
-            return float("inf")
+            return inf
         middle = median(known)
         deviation = 1.4826 * median(abs(loss - middle) for loss in known)
         return middle + self.train.spike_threshold * max(deviation, LEAST_DEVIATION * abs(middle))
 
     def device_limit(self, step: int) -> float:
         """The loss above which the device skips `step`."""
-        return self.limit(step) if self.train.skip_spikes else float("inf")
+        return self.limit(step) if self.train.skip_spikes else inf
 
     def observe(self, row: dict[str, Any]) -> str | None:
         """Count a step's row, add `spike` to it where its loss is one; returns a line for people, if there is news."""
@@ -129,3 +142,82 @@ class Guards:
 
 def _said(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4g}"
+
+
+@dataclass
+class BestLoss:
+    """Lowest validation loss, nats a token, the evaluations since: when to stop waiting for a better (Prechelt 1998).
+
+    A function of the evaluations seen. A checkpoint of step k is written before the evaluation of step k, so it holds
+    the state up to the evaluation before; `replay` catches up from the rows of metrics.jsonl.
+    """
+
+    min_delta: float = 0.0
+    loss: float = inf
+    step: int = 0
+    """Where `loss` was found; 0: nowhere yet."""
+    waited: int = 0
+    """Evaluations since."""
+    seen: int = 0
+    """The step of the last evaluation that counted here."""
+
+    def observe(self, step: int, loss: float) -> bool:
+        """Count an evaluation; True where it is the best so far. The same step again changes nothing: a run killed
+        between the save of its best and the evaluation's row evaluates once more.
+        """
+        if step == self.seen:
+            return step == self.step
+        self.seen = step
+        better = loss < self.loss - self.min_delta
+        if better:
+            self.loss, self.step, self.waited = loss, step, 0
+        else:
+            self.waited += 1
+        return better
+
+    def replay(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Count the evaluations among `rows` that came after the last one counted."""
+        for row in rows:
+            if row["step"] > self.seen and "valid_loss" in row:
+                self.observe(row["step"], row["valid_loss"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint, as JSON has it; an infinite loss is None."""
+        state = asdict(self)
+        del state["min_delta"]
+        return {**state, "loss": None if self.loss == inf else self.loss}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what state_dict gave."""
+        self.loss = inf if state["loss"] is None else state["loss"]
+        self.step, self.waited, self.seen = state["step"], state["waited"], state["seen"]
+
+
+def foreign_tokens(data: TokenData) -> str | None:
+    """A line for people when the bytes of the validation ids are not those of the text that meta.json counted: ids that
+    another tokenizer wrote stand for other bytes, and a loss over them is a loss over another text.
+    """
+    lengths, counted = data.token_bytes, data.meta["splits"]["valid"]["bytes"]
+    found = sum(
+        int(lengths[np.minimum(data.valid[start : start + SAMPLE], len(lengths) - 1)].sum())
+        for start in range(0, len(data.valid), SAMPLE)
+    )
+    if abs(found - counted) <= TOLERANCE * max(counted, 1):
+        return None
+    return (
+        f"the validation tokens in {data.directory} stand for {found:,} bytes of text, but meta.json counts "
+        f"{counted:,}: another tokenizer may have written them; run groundup tokenize again"
+    )
+
+
+def least_bits_per_byte(data: TokenData) -> float:
+    """A tenth of what xz needs for a byte of the validation text (its first MiB); 0 where there is no text.
+
+    No language model comes far below a compressor: xz needs 2 to 2.5 bits for a byte of English prose, large models
+    0.5, so a run that needs less than a tenth of what xz needs has seen its validation text, or does not predict it at
+    all. Rejected: a fixed bound in bits per byte (a log file or a table is honestly that easy); a bound on the loss a
+    token (it hangs on the tokenizer).
+    """
+    vocab = data.tokenizer().vocab
+    text = b"".join(vocab.get(token, b"") for token in data.valid[: SAMPLE // 2].tolist())[:SAMPLE]
+    return SHARE * 8 * len(lzma.compress(text, preset=6)) / len(text) if text else 0.0

@@ -1,13 +1,20 @@
-"""A run's parts, built from its configuration before anything is written."""
+"""A run's parts, built from its configuration before anything is written; how its batches are read.
 
-from collections.abc import Callable
+A batch is a pure function of the step, so reading ahead carries no state: one background thread reads the batch of the
+next step while the current one trains, and a resumed run asks for its first step like any other.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from groundup.config import RunConfig
@@ -21,9 +28,9 @@ from groundup.parallel.engine import materialiser, parallelize
 from groundup.parallel.optimizer import DistributedOptimizer
 from groundup.parallel.processes import World, local_device, this_world
 from groundup.parallel.zero import ShardedDDP, ShardedOptimizer
-from groundup.train.batches import Batch, read_batch
 from groundup.train.device import (
     AUTOCAST,
+    LossScaler,
     autocast,
     cast_weights,
     compiled_unit,
@@ -32,8 +39,23 @@ from groundup.train.device import (
     set_matmul_precision,
 )
 from groundup.train.evaluate import check_validation
-from groundup.train.loss_scale import LossScaler
 from groundup.train.micro_batch import MicroBatch, find_micro_batch
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This rank's sequences of one step."""
+
+    inputs: Int[Tensor, "sequences context_length"]
+    targets: Int[Tensor, "sequences context_length"]
+    n_valid: int
+    """Valid targets of the whole global batch, over all micro-batches and ranks."""
+
+    def micro_batches(self, size: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pieces of `size` sequences on the device; from pinned memory the copy does not wait."""
+        pieces = zip(self.inputs.split(size), self.targets.split(size), strict=True)
+        for inputs, targets in pieces:
+            yield inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -189,3 +211,24 @@ def _spread(config: RunConfig, device: torch.device, world: World) -> dict[str, 
     fill = materialiser(model, train.seed) if from_meta else None
     engine, optimizer = parallelize(model, parallel, plain, AUTOCAST.get(train.precision), fill, device)
     return {"model": model, "forward": engine, "engine": engine, "optimizer": optimizer, **facts}
+
+
+def read_batch(tokens: np.ndarray, sampler: WindowSampler, step: int, world: World, pin: bool) -> Batch:
+    """The batch of optimizer step `step` (counted from 1). Raises UserError for an id the model has no row for."""
+    inputs, targets = map(torch.from_numpy, sampler.batch(tokens, step - 1, rank=world.rank, world_size=world.size))
+    if pin:
+        inputs, targets = inputs.pin_memory(), targets.pin_memory()
+    # Every target of a window is valid and every rank has as many, so the global count needs no communication.
+    return Batch(inputs, targets, targets.numel() * world.size)
+
+
+def prefetched(read: Callable[[int], Batch], first: int, last: int) -> Iterator[tuple[int, Batch]]:
+    """(step, batch) for the steps first … last, each read while the one before is in use."""
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="groundup-batches") as thread:
+        coming = thread.submit(read, first) if first <= last else None
+        for step in range(first, last + 1):
+            assert coming is not None
+            batch = coming.result()
+            if step < last:
+                coming = thread.submit(read, step + 1)
+            yield step, batch

@@ -28,22 +28,25 @@ from groundup.generate import generate_text
 from groundup.optim import learning_rate, set_learning_rate
 from groundup.parallel.processes import joined, this_world
 from groundup.rows import Row
-from groundup.train.batches import Batch, prefetched
 from groundup.train.checkpoint import mark_best, refuse_unshared
-from groundup.train.deterministic import deterministic
-from groundup.train.device import choose_device, matmul_precision_kept
-from groundup.train.early_stopping import BestLoss
+from groundup.train.device import choose_device, deterministic, matmul_precision_kept
 from groundup.train.evaluate import Evaluation, evaluate
-from groundup.train.guards import Guards, apply_unless, is_out_of_memory, to_skip
+from groundup.train.guards import (
+    BestLoss,
+    Guards,
+    apply_unless,
+    foreign_tokens,
+    is_out_of_memory,
+    least_bits_per_byte,
+    to_skip,
+)
 from groundup.train.interrupt import Interrupt
-from groundup.train.job import Job, build
-from groundup.train.metrics import MetricsLog, StepRows
-from groundup.train.plausible import foreign_tokens, least_bits_per_byte
+from groundup.train.job import Batch, Job, build, prefetched
+from groundup.train.metrics import MetricsLog, StepRows, flops_per_token, peak_flops
 from groundup.train.progress import Progress, make_plan
 from groundup.train.resume import Stateful, at_world_size, lack_of_room_for, save, start
 from groundup.train.run_directory import RunDirectory, refuse_changes
 from groundup.train.sinks import Sinks, check_packages
-from groundup.train.speed import flops_per_token, peak_flops
 
 T = TypeVar("T")
 

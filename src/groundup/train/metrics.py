@@ -10,6 +10,8 @@ says so (guards.py), and a loss or norm that is not finite is null. A row of an 
 import json
 import math
 import os
+import resource
+import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -19,10 +21,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from groundup.account import GPUS
+from groundup.account.flops import flops
+from groundup.account.hardware import named_by_driver
+from groundup.config import RunConfig
 from groundup.errors import UserError
 from groundup.files import write_atomic
 from groundup.rows import Row, read_rows
-from groundup.train.speed import peak_memory_gib
 
 
 def cut_back(path: Path, step: int) -> list[Row]:
@@ -141,3 +146,36 @@ class StepRows:
         if skipped:
             row["skipped"] = True
         self._write(row)
+
+
+def flops_per_token(config: RunConfig) -> float:
+    """FLOPs of one trained token, the account's: forward and backward of every matrix product, attention as a causal
+    kernel executes it, nothing for the recompute of activation checkpointing.
+    """
+    return flops(config.model, 1, config.model.context_length, attention="flash")["per_token"]
+
+
+def listed_tflops(device_name: str, precision: str) -> float:
+    """The listed dense peak of a GPU that the driver calls `device_name`, in TFLOP/s; 0 for one not in the table."""
+    found = named_by_driver(device_name)
+    return GPUS[found.name.removesuffix("-measured")].matmul_tflops(precision) if found else 0.0
+
+
+def peak_flops(config: RunConfig, device: torch.device) -> float:
+    """FLOP/s that one device could do at best; 0 where nobody says.
+
+    Model FLOPs utilisation (Chowdhery et al. 2022, appendix B) = tokens a second · FLOPs a token / this.
+    """
+    if config.train.peak_tflops:
+        return config.train.peak_tflops * 1e12
+    if device.type != "cuda":
+        return 0.0
+    return listed_tflops(torch.cuda.get_device_name(device), config.train.precision) * 1e12
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory that tensors took on a GPU so far, or that the process took where there is none, in GiB (2**30)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

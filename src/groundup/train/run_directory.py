@@ -20,21 +20,14 @@ from groundup.files import write_atomic
 from groundup.tokenizer import Tokenizer
 from groundup.train.checkpoint import BEST, remove_leftovers
 
-DERIVED = {
-    "model.vocab_size": 0,
-    "model.n_kv_heads": 0,
-    "model.d_ff": 0,
-    "train.steps": 0,
-    "train.tokens": 0,
-    "train.micro_batch_size": 0,
-    "train.grad_accumulation": 0,
-    "train.global_batch_size": 0,
-    "train.device": "auto",
-    "train.precision": "auto",
-    "train.compile_unit": "auto",
-    "optim.muon_lr": 0.0,
-}
-"""Values that mean "derive it": on a resume they ask for nothing, so they contradict nothing."""
+DERIVED = frozenset(
+    {
+        *("model.vocab_size", "model.n_kv_heads", "model.d_ff", "optim.muon_lr"),
+        *("train.steps", "train.tokens", "train.micro_batch_size", "train.grad_accumulation"),
+        *("train.global_batch_size", "train.device", "train.precision", "train.compile_unit"),
+    }
+)
+"""Fields whose default means "derive it": left so on a resume they ask for nothing, so they contradict nothing."""
 
 HARMLESS = frozenset(
     {
@@ -124,10 +117,10 @@ def changed_fields(saved: RunConfig, given: RunConfig) -> list[tuple[str, Any, A
 
     Fields that `given` leaves to be derived ask for nothing. Paths are compared as places, not as text.
     """
-    before, after = flat_fields(saved), flat_fields(given)
+    before, after, default = flat_fields(saved), flat_fields(given), flat_fields(RunConfig())
     changed = []
     for name, value in after.items():
-        if value == before[name] or (name in DERIVED and value == DERIVED[name]) or name.startswith("parallel."):
+        if value == before[name] or (name in DERIVED and value == default[name]) or name.startswith("parallel."):
             continue
         if name == "data.path" and Path(value).resolve() == Path(before[name]).resolve():
             continue
