@@ -18,6 +18,7 @@ from groundup.kernels.flash_triton_tiles import (
     keys_of,
     load_tile,
     longest_first,
+    part_of,
     queries_of,
     store_tile,
 )
@@ -127,9 +128,9 @@ def keys_kernel(
     lo_last, hi_last = queries_of(n + BLOCK_K - 1, n_q, n_k, window, LO, HI, row, CAUSAL, WINDOW, DOCUMENTS)
     if SQUARE:
         # Said in constants, so that the compiler sees one masked round and gives it no pipeline of its own.
-        start, whole_from, whole_to, end = n, n + BLOCK_K, n_q, n_q
+        walk = n, n + BLOCK_K, n_q, n_q
     else:
-        start, whole_from, whole_to, end = edges(lo_first, lo_last, hi_first, hi_last, BLOCK_Q)
+        walk = edges(lo_first, lo_last, hi_first, hi_last, BLOCK_Q)
     UPPER: tl.constexpr = WINDOW or DOCUMENTS
 
     k = load_tile(K, batch, kv_head, n, BLOCK_K, D, UPCAST)
@@ -140,23 +141,14 @@ def keys_kernel(
     for g in tl.range(0, GROUP, disable_licm=True):
         head = kv_head * GROUP + g
         at = (batch.to(tl.int64) * n_kv_heads * GROUP + head) * n_q
-        if CAUSAL or DOCUMENTS:
-            for m in tl.range(start, tl.minimum(whole_from, end), BLOCK_Q, disable_licm=True):
-                d_k, d_v = keys_step(
-                    k, v, Q, D_OUT, LSE2, DELTA, at, batch, head, m, d_k, d_v, lo, hi, cap_in, factor, n_q,
-                    BLOCK_Q, D, D_V, True, not EVEN, UPPER, SOFTCAP, UPCAST, PRECISION,
-                )  # fmt: skip
-        for m in tl.range(whole_from, whole_to, BLOCK_Q, disable_licm=True):
-            d_k, d_v = keys_step(
-                k, v, Q, D_OUT, LSE2, DELTA, at, batch, head, m, d_k, d_v, lo, hi, cap_in, factor, n_q,
-                BLOCK_Q, D, D_V, False, False, UPPER, SOFTCAP, UPCAST, PRECISION,
-            )  # fmt: skip
-        if UPPER or not EVEN:
-            for m in tl.range(whole_to, end, BLOCK_Q, disable_licm=True):
-                d_k, d_v = keys_step(
-                    k, v, Q, D_OUT, LSE2, DELTA, at, batch, head, m, d_k, d_v, lo, hi, cap_in, factor, n_q,
-                    BLOCK_Q, D, D_V, True, not EVEN, UPPER, SOFTCAP, UPCAST, PRECISION,
-                )  # fmt: skip
+        for PART in tl.static_range(3):
+            if PART == 1 or (CAUSAL or DOCUMENTS if PART == 0 else UPPER or not EVEN):
+                first, last = part_of(walk, PART)
+                for m in tl.range(first, last, BLOCK_Q, disable_licm=True):
+                    d_k, d_v = keys_step(
+                        k, v, Q, D_OUT, LSE2, DELTA, at, batch, head, m, d_k, d_v, lo, hi, cap_in, factor, n_q,
+                        BLOCK_Q, D, D_V, PART != 1, PART != 1 and not EVEN, UPPER, SOFTCAP, UPCAST, PRECISION,
+                    )  # fmt: skip
     store_tile(D_K, batch, kv_head, n, d_k * scale, BLOCK_K, D)
     store_tile(D_V_OUT, batch, kv_head, n, d_v, BLOCK_K, D_V)
 
@@ -207,7 +199,7 @@ def queries_kernel(
     lo, hi = keys_of(i, n_q, n_k, window, LO, HI, row, CAUSAL, WINDOW, DOCUMENTS)
     lo_first, hi_first = keys_of(m, n_q, n_k, window, LO, HI, row, CAUSAL, WINDOW, DOCUMENTS)
     lo_last, hi_last = keys_of(m + BLOCK_Q - 1, n_q, n_k, window, LO, HI, row, CAUSAL, WINDOW, DOCUMENTS)
-    start, whole_from, whole_to, end = edges(lo_first, lo_last, hi_first, hi_last, BLOCK_K)
+    walk = edges(lo_first, lo_last, hi_first, hi_last, BLOCK_K)
     LOWER: tl.constexpr = WINDOW or DOCUMENTS
 
     q = load_tile(Q, batch, head, m, BLOCK_Q, D, UPCAST)
@@ -221,21 +213,12 @@ def queries_kernel(
     tl.store(DELTA + at + i, delta, mask=i < n_q)
     tl.store(LSE2 + at + i, lse, mask=i < n_q)
     d_q = tl.zeros([BLOCK_Q, D], tl.float32)
-    if LOWER:
-        for n in tl.range(start, tl.minimum(whole_from, end), BLOCK_K):
-            d_q = queries_step(
-                q, d_out, lse, delta, K, V, batch, kv_head, n, d_q, lo, hi, cap_in, factor,
-                BLOCK_K, D, D_V, True, LOWER, SOFTCAP, UPCAST, PRECISION,
-            )  # fmt: skip
-    for n in tl.range(whole_from, whole_to, BLOCK_K):
-        d_q = queries_step(
-            q, d_out, lse, delta, K, V, batch, kv_head, n, d_q, lo, hi, cap_in, factor,
-            BLOCK_K, D, D_V, False, LOWER, SOFTCAP, UPCAST, PRECISION,
-        )  # fmt: skip
-    if CAUSAL or DOCUMENTS or not EVEN:
-        for n in tl.range(whole_to, end, BLOCK_K):
-            d_q = queries_step(
-                q, d_out, lse, delta, K, V, batch, kv_head, n, d_q, lo, hi, cap_in, factor,
-                BLOCK_K, D, D_V, True, LOWER, SOFTCAP, UPCAST, PRECISION,
-            )  # fmt: skip
+    for PART in tl.static_range(3):
+        if PART == 1 or (LOWER if PART == 0 else CAUSAL or DOCUMENTS or not EVEN):
+            first, last = part_of(walk, PART)
+            for n in tl.range(first, last, BLOCK_K):
+                d_q = queries_step(
+                    q, d_out, lse, delta, K, V, batch, kv_head, n, d_q, lo, hi, cap_in, factor,
+                    BLOCK_K, D, D_V, PART != 1, LOWER, SOFTCAP, UPCAST, PRECISION,
+                )  # fmt: skip
     store_tile(D_Q, batch, head, m, d_q * scale, BLOCK_Q, D)

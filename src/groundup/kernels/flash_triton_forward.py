@@ -8,7 +8,7 @@ Scores are kept in base 2 (scale · log2(e) folded into one factor) because the 
 import triton
 import triton.language as tl
 
-from groundup.kernels.flash_triton_tiles import capped, edges, keys_of, load_tile, longest_first, store_tile
+from groundup.kernels.flash_triton_tiles import capped, edges, keys_of, load_tile, longest_first, part_of, store_tile
 
 
 @triton.jit
@@ -64,30 +64,21 @@ def forward_kernel(
     lo, hi = keys_of(i, n_q, n_k, window, LO, HI, row, CAUSAL, WINDOW, DOCUMENTS)
     lo_first, hi_first = keys_of(m, n_q, n_k, window, LO, HI, row, CAUSAL, WINDOW, DOCUMENTS)
     lo_last, hi_last = keys_of(m + BLOCK_Q - 1, n_q, n_k, window, LO, HI, row, CAUSAL, WINDOW, DOCUMENTS)
-    start, whole_from, whole_to, end = edges(lo_first, lo_last, hi_first, hi_last, BLOCK_K)
+    walk = edges(lo_first, lo_last, hi_first, hi_last, BLOCK_K)
     LOWER: tl.constexpr = WINDOW or DOCUMENTS
 
     q = load_tile(Q, batch, head, m, BLOCK_Q, D, UPCAST)
     largest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, D_V], tl.float32)
-    if LOWER:
-        for n in tl.range(start, tl.minimum(whole_from, end), BLOCK_K):
-            largest, total, acc = forward_step(
-                q, K, V, batch, kv_head, n, largest, total, acc, lo, hi, cap_in, factor,
-                BLOCK_K, D, D_V, True, LOWER, SOFTCAP, UPCAST, PRECISION,
-            )  # fmt: skip
-    for n in tl.range(whole_from, whole_to, BLOCK_K):
-        largest, total, acc = forward_step(
-            q, K, V, batch, kv_head, n, largest, total, acc, lo, hi, cap_in, factor,
-            BLOCK_K, D, D_V, False, LOWER, SOFTCAP, UPCAST, PRECISION,
-        )  # fmt: skip
-    if CAUSAL or DOCUMENTS or not EVEN:
-        for n in tl.range(whole_to, end, BLOCK_K):
-            largest, total, acc = forward_step(
-                q, K, V, batch, kv_head, n, largest, total, acc, lo, hi, cap_in, factor,
-                BLOCK_K, D, D_V, True, LOWER, SOFTCAP, UPCAST, PRECISION,
-            )  # fmt: skip
+    for PART in tl.static_range(3):
+        if PART == 1 or (LOWER if PART == 0 else CAUSAL or DOCUMENTS or not EVEN):
+            first, last = part_of(walk, PART)
+            for n in tl.range(first, last, BLOCK_K):
+                largest, total, acc = forward_step(
+                    q, K, V, batch, kv_head, n, largest, total, acc, lo, hi, cap_in, factor,
+                    BLOCK_K, D, D_V, PART != 1, LOWER, SOFTCAP, UPCAST, PRECISION,
+                )  # fmt: skip
     empty = total == 0.0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
     store_tile(OUT, batch, head, m, acc, BLOCK_Q, D_V)

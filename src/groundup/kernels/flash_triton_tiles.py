@@ -67,6 +67,17 @@ def edges(lo_first, lo_last, hi_first, hi_last, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def part_of(walk, PART: tl.constexpr):
+    """(first, end) of part 0, 1 or 2 of what `edges` gives."""
+    start, whole_from, whole_to, end = walk
+    if PART == 0:
+        return start, tl.minimum(whole_from, end)
+    if PART == 1:
+        return whole_from, whole_to
+    return whole_to, end
+
+
+@triton.jit
 def load_tile(X, batch, head, row, ROWS: tl.constexpr, WIDTH: tl.constexpr, UPCAST: tl.constexpr):
     """(ROWS, WIDTH) of a (batch, head, row, width) descriptor; what lies outside reads as 0.
 
