@@ -21,7 +21,7 @@ from groundup.parallel.engine import materialiser, units
 from groundup.parallel.flat import Layout
 from groundup.parallel.fsdp import FSDP
 from groundup.parallel.torch_engines import TorchFSDP2
-from groundup.parallel.whole import WholeParameterOptimizer, muon_cost
+from groundup.parallel.whole import WholeParameterOptimizer
 from groundup.parallel.zero import ShardedDDP, ShardedOptimizer
 
 CHECKS: dict[str, Callable[[], None]] = {}
@@ -396,7 +396,7 @@ def distributed_muon_is_muon():
 
     plain_net, net_ = net(), net()
     plain = Muon(groups(plain_net), lr=0.02)
-    sharded = WholeParameterOptimizer(groups(net_), Muon, cost=muon_cost, lr=0.02)
+    sharded = WholeParameterOptimizer(groups(net_), Muon, lr=0.02)
     for step in range(3):
         for module, optimizer in ((plain_net, plain), (net_, sharded)):
             give_gradients(module, step)

@@ -66,7 +66,7 @@ class DataParallel(nn.Module):
         super().__init__()
         self.module, self.group = module, group
         self.world_size = dist.get_world_size(group)
-        self.op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        self.average, self.op = average, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         self.reduce_dtype = reduce_dtype
         self.synchronizing = True
         self.handles: list[Any] = []
@@ -321,8 +321,7 @@ class OverlapDDP(HookedDDP):
         order = torch.tensor([*self._arrived, *rest], dtype=torch.int64)
         if self.params:
             order = order.to(self.params[0].device)
-            source = dist.get_global_rank(self.group, 0) if self.group is not None else 0
-            dist.broadcast(order, source, group=self.group)
+            dist.broadcast(order, group=self.group, group_src=0)
         self._make_buckets([self.params[i] for i in order.tolist()])
         self._observed = True
 

@@ -4,7 +4,6 @@ What the engines must know of the model stands here: which modules run in which 
 """
 
 from collections.abc import Callable
-from math import sqrt
 from typing import Any
 
 import torch
@@ -12,16 +11,24 @@ from torch import nn
 
 from groundup.config import ParallelConfig
 from groundup.errors import UserError
-from groundup.model import Embedding, Linear, RMSNorm, RotaryEmbedding, TransformerLM
+from groundup.model import TransformerLM
 from groundup.optim import Muon
 from groundup.parallel.agree import check_agreement
 from groundup.parallel.ddp import BucketedDDP, DataParallel, FlatDDP, NaiveDDP, OverlapDDP
 from groundup.parallel.fsdp import FSDP
 from groundup.parallel.torch_engines import TorchDDP, TorchFSDP2
-from groundup.parallel.units import LAYERS, UnitPlan
-from groundup.parallel.whole import WholeParameterOptimizer, muon_cost
+from groundup.parallel.units import UnitPlan, default_units
+from groundup.parallel.whole import WholeParameterOptimizer
 from groundup.parallel.zero import ShardedDDP, ShardedOptimizer
 
+WHOLE: dict[str, type[DataParallel]] = {
+    "naive": NaiveDDP,
+    "flat": FlatDDP,
+    "overlap": OverlapDDP,
+    "bucketed": BucketedDDP,
+    "torch-ddp": TorchDDP,
+}
+"""parallel.data of the engines that hold whole weights."""
 REDUCE = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -32,14 +39,8 @@ def gates(model: TransformerLM) -> list[nn.Module]:
 
 def units(model: TransformerLM) -> list[UnitPlan]:
     """What FSDP gathers together: the embedding, each block, the head. A tied table stays whole from first to last."""
-    blocks = [UnitPlan(block, [m for m in block.modules() if isinstance(m, LAYERS)]) for block in model.layers]
-    if model.lm_head is None:
-        return [UnitPlan(model, [model.token_embeddings], keep=True), *blocks]
-    return [
-        UnitPlan(model.token_embeddings, [model.token_embeddings]),
-        *blocks,
-        UnitPlan(model.lm_head, [model.lm_head]),
-    ]
+    plans = default_units(model)
+    return plans if model.lm_head is not None else [UnitPlan(model, plans[0].layers, keep=True), *plans[1:]]
 
 
 def parallelize(
@@ -89,30 +90,17 @@ def parallelize(
             engine = TorchFSDP2(model, list(model.layers), compute_dtype, **common)
         now = dict(model.named_parameters())
         return engine, type(plain)([{**g, "params": [now[n] for n in g["params"]]} for g in groups], **extra)
+    optimizer = plain
     if parallel.optimizer == "zero1" and isinstance(plain, Muon):
-        engine = _whole_weights(model, parallel, common)
-        return engine, WholeParameterOptimizer(plain.param_groups, Muon, cost=muon_cost, **extra)
-    if parallel.optimizer == "zero1":
-        bucket_mb = parallel.bucket_mb
+        optimizer = WholeParameterOptimizer(plain.param_groups, Muon, **extra)
+    elif parallel.optimizer == "zero1":
+        # Its buffers take the model's values, in which the engine then writes those of rank 0.
+        optimizer = ShardedOptimizer(plain.param_groups, type(plain), bucket_mb=parallel.bucket_mb, **extra)
         if parallel.data == "bucketed":
-            # The model's values must be rank 0's before they move into the optimizer's buffers: ShardedDDP sees to it.
-            optimizer = ShardedOptimizer(plain.param_groups, type(plain), bucket_mb=bucket_mb, **extra)
             return ShardedDDP(model, optimizer, gates=gates(model), **common), optimizer
-        engine = _whole_weights(model, parallel, common)
-        return engine, ShardedOptimizer(plain.param_groups, type(plain), bucket_mb=bucket_mb, **extra)
-    return _whole_weights(model, parallel, common), plain
-
-
-def _whole_weights(model: nn.Module, parallel: ParallelConfig, common: dict[str, Any]) -> DataParallel:
-    if parallel.data == "naive":
-        return NaiveDDP(model, **common)
-    if parallel.data == "flat":
-        return FlatDDP(model, **common)
-    if parallel.data == "overlap":
-        return OverlapDDP(model, **common)
-    if parallel.data == "bucketed":
-        return BucketedDDP(model, parallel.bucket_mb, **common)
-    return TorchDDP(model, parallel.bucket_mb, **common)
+    if parallel.data in ("bucketed", "torch-ddp"):
+        common["bucket_mb"] = parallel.bucket_mb
+    return WHOLE[parallel.data](model, **common), optimizer
 
 
 def materialiser(model: TransformerLM, seed: int, kind: str = "cpu") -> Callable[[nn.Module], None]:
@@ -123,22 +111,12 @@ def materialiser(model: TransformerLM, seed: int, kind: str = "cpu") -> Callable
     """
     device = torch.device(kind)
     generator = torch.Generator(device).manual_seed(seed)
-    std = 1 / sqrt(model.config.d_model) if model.lm_head is None else 1.0
 
     @torch.no_grad()
     def materialise(module: nn.Module) -> None:
-        if isinstance(module, RotaryEmbedding):
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(tensor.is_meta for tensor in own):
             module.to_empty(device=device, recurse=False)
-            module.reset(device)
-            return
-        if not any(p.is_meta for p in module.parameters(recurse=False)):
-            return
-        module.to_empty(device=device, recurse=False)
-        if isinstance(module, Linear):
-            module.init_weights(generator)
-        elif isinstance(module, Embedding):
-            module.init_weights(generator, std)
-        elif isinstance(module, RMSNorm):
-            nn.init.ones_(module.weight)
+            model.init_module(module, generator)
 
     return materialise

@@ -31,7 +31,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from groundup.parallel.agree import START_TIMEOUT
 from groundup.parallel.ddp import DataParallel, all_reduce_flat
 from groundup.parallel.units import LAYERS, Unit, UnitPlan, default_units
 from groundup.parallel.zero import clip_shards
@@ -50,17 +49,15 @@ class FSDP(DataParallel):
         self,
         module: nn.Module,
         compute_dtype: torch.dtype | None = None,
-        group: Any = None,
-        average: bool = True,
-        reduce_dtype: torch.dtype | None = None,
-        timeout: float = START_TIMEOUT,
+        *,
         units: Sequence[UnitPlan] | None = None,
         prefetch: int = 1,
         layer_types: tuple[type, ...] = LAYERS,
         materialise: Callable[[nn.Module], None] | None = None,
         device: torch.device | None = None,
+        **common: Any,
     ):
-        """`prefetch`: units gathered ahead, 0 to 2. `reduce_dtype` None: the master weights'.
+        """`prefetch`: units gathered ahead, 0 to 2. `common`: see DataParallel; reduce_dtype None: the master weights'.
 
         `materialise`, for a module on the meta device, gives one module's own parameters and buffers memory and values;
         it is called for every module in the order of `modules()`, and no more than one unit is whole at a time.
@@ -68,7 +65,7 @@ class FSDP(DataParallel):
         """
         if not 0 <= prefetch <= 2:
             raise ValueError(f"prefetch is {prefetch}; it must be 0, 1 or 2")
-        super().__init__(module, group, average, reduce_dtype, timeout)
+        super().__init__(module, **common)
         self.prefetch = prefetch
         plans = default_units(module, layer_types) if units is None else list(units)
         self.units: list[Unit] = []
@@ -77,18 +74,18 @@ class FSDP(DataParallel):
                 for layer in plan.layers:
                     materialise(layer)
             names = {p: name for name, p in module.named_parameters()}
-            self.units.append(Unit(plan, names, compute_dtype, group, device))
+            self.units.append(Unit(plan, names, compute_dtype, self.group, device))
         sharded = {layer for plan in plans for layer in plan.layers}
         if materialise is not None:
             for other in [m for m in module.modules() if m not in sharded]:
                 materialise(other)
         for tensor in [*module.parameters(), *module.buffers()] if device is not None else ():
             tensor.data = tensor.data.to(device)
-        pieces = {piece for unit in self.units for piece in unit.pieces}
+        self.pieces = {piece for unit in self.units for piece in unit.pieces}
         self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
         self.params = list(self.names)
-        self.replicated = [p for p in self.params if p not in pieces]
-        ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        self.replicated = [p for p in self.params if p not in self.pieces]
+        ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
         self._reduce_group = dist.new_group(ranks, use_local_synchronization=True)
         self._in_backward = False
         self._gathered = 0
@@ -237,32 +234,30 @@ class FSDP(DataParallel):
             trainable = [p.requires_grad for p in unit.pieces]
             unit.show([nn.Parameter(w.clone(), t) for w, t in zip(whole, trainable, strict=True)])
         self.units.clear()
+        self.pieces.clear()
 
     def full_parameters(self, keep: bool = True) -> Iterator[tuple[str, Tensor]]:
         """(name, whole parameter on the CPU) of every parameter; a collective, one unit on the device at a time.
 
         A rank with keep=False takes part and gets nothing.
         """
-        pieces = {piece for unit in self.units for piece in unit.pieces}
         for unit in self.units:
             whole = unit.gather_pieces(unit.pieces, unit.shard.dtype, unit.shard.device)
             if keep:
                 yield from ((name, w.detach().to("cpu", copy=True)) for name, w in zip(unit.names, whole, strict=True))
         if keep:
             for name, p in self.module.named_parameters():
-                if p not in pieces:
+                if p not in self.pieces:
                     yield name, p.detach().to("cpu", copy=True)
 
     @torch.no_grad()
     def load_full_parameters(self, read: Callable[[str], Tensor]) -> None:
         """Take whole parameters by name, for instance from a mapped file: each rank reads its own pieces."""
-        pieces = set()
         for unit in self.units:
             for index, name in enumerate(unit.names):
                 unit.pieces[index].copy_(unit.cut(index, read(name)))
-                pieces.add(unit.pieces[index])
         for name, p in self.module.named_parameters():
-            if p not in pieces:
+            if p not in self.pieces:
                 p.copy_(read(name))
 
 

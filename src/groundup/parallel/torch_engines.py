@@ -13,30 +13,20 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from groundup.optim import clip_grad_norm
-from groundup.parallel.agree import START_TIMEOUT
 from groundup.parallel.ddp import DataParallel
 
 
 class TorchDDP(DataParallel):
     """torch.nn.parallel.DistributedDataParallel. It refuses, in the next forward, parameters that were not used."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        bucket_mb: float = 25.0,
-        group: Any = None,
-        average: bool = True,
-        reduce_dtype: torch.dtype | None = None,
-        timeout: float = START_TIMEOUT,
-    ):
-        super().__init__(module, group, average, reduce_dtype, timeout)
-        self.ddp = DistributedDataParallel(
-            module, process_group=group, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, broadcast_buffers=False
-        )
-        if reduce_dtype == torch.bfloat16 and average:
-            self.ddp.register_comm_hook(group, default_hooks.bf16_compress_hook)
-        elif reduce_dtype or not average:
-            self.ddp.register_comm_hook((reduce_dtype, self.op, group), _reduce_as)
+    def __init__(self, module: nn.Module, bucket_mb: float = 25.0, *args: Any, **kwargs: Any):
+        super().__init__(module, *args, **kwargs)
+        options: dict[str, Any] = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
+        self.ddp = DistributedDataParallel(module, process_group=self.group, bucket_cap_mb=bucket_mb, **options)
+        if self.reduce_dtype == torch.bfloat16 and self.average:
+            self.ddp.register_comm_hook(self.group, default_hooks.bf16_compress_hook)
+        elif self.reduce_dtype or not self.average:
+            self.ddp.register_comm_hook((self.reduce_dtype, self.op, self.group), _reduce_as)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.ddp(*args, **kwargs)
@@ -70,22 +60,20 @@ class TorchFSDP2(DataParallel):
         module: nn.Module,
         units: Sequence[nn.Module],
         compute_dtype: torch.dtype | None = None,
-        group: Any = None,
-        average: bool = True,
-        reduce_dtype: torch.dtype | None = None,
-        timeout: float = START_TIMEOUT,
+        *args: Any,
+        **kwargs: Any,
     ):
-        super().__init__(module, group, average, reduce_dtype, timeout)
+        super().__init__(module, *args, **kwargs)
         policy = MixedPrecisionPolicy(
-            param_dtype=compute_dtype, reduce_dtype=reduce_dtype or (torch.float32 if compute_dtype else None)
+            param_dtype=compute_dtype, reduce_dtype=self.reduce_dtype or (torch.float32 if compute_dtype else None)
         )
-        ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
         device = next(module.parameters()).device.type
         mesh = dist.device_mesh.DeviceMesh(device, ranks)
         for unit in units:
             fully_shard(unit, mesh=mesh, mp_policy=policy)
         self.root: Any = fully_shard(module, mesh=mesh, mp_policy=policy)
-        for part in () if average else (self.root, *units):
+        for part in () if self.average else (self.root, *units):
             part.set_gradient_divide_factor(1.0)  # type: ignore[operator]
             part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
         self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}

@@ -7,7 +7,7 @@ balance: Graham 1969). After an all-reduce of gradients it moves S bytes where Z
 nothing extra, so element-wise optimizers do better there.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,13 +18,8 @@ from groundup.parallel.flat import on_cpu
 from groundup.parallel.optimizer import DistributedOptimizer, load_pieces
 
 
-def element_cost(p: Tensor, _: dict[str, Any]) -> float:
-    """An element-wise update costs as much as the parameter is large."""
-    return float(p.numel())
-
-
-def muon_cost(p: Tensor, group: dict[str, Any]) -> float:
-    """FLOPs of Muon's Newton-Schulz iterations, 2·(2 m² n + m³) each for sides m ≤ n; AdamW's groups as their size."""
+def update_cost(p: Tensor, group: dict[str, Any]) -> float:
+    """FLOPs of Muon's Newton-Schulz iterations, 2·(2 m² n + m³) each for sides m ≤ n; else the parameter's size."""
     if not group.get("muon"):
         return float(p.numel())
     m, n = sorted(p.shape)
@@ -42,22 +37,21 @@ class WholeParameterOptimizer(DistributedOptimizer):
         params: Iterable[Any],
         optimizer_cls: type[torch.optim.Optimizer],
         *,
-        cost: Callable[[Tensor, dict[str, Any]], float] = element_cost,
         group: Any = None,
         **kwargs: Any,
     ):
-        self.group, self.cost = group, cost
+        self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.owner: dict[nn.Parameter, int] = {}
         self.load = [0.0] * self.world_size
-        """What each rank has to do, in units of `cost`."""
+        """What each rank has to do, in units of update_cost."""
         super().__init__(params, optimizer_cls, kwargs)
 
     def _own_part(self, params: list[nn.Parameter], group: dict[str, Any]) -> list[nn.Parameter]:
-        for p in sorted(params, key=lambda p: -self.cost(p, group)):
+        for p in sorted(params, key=lambda p: -update_cost(p, group)):
             owner = min(range(self.world_size), key=lambda rank: self.load[rank])
             self.owner[p] = owner
-            self.load[owner] += self.cost(p, group)
+            self.load[owner] += update_cost(p, group)
         return [p for p in params if self.owner[p] == self.rank]
 
     def _after_step(self) -> None:
@@ -70,16 +64,13 @@ class WholeParameterOptimizer(DistributedOptimizer):
                     kinds.setdefault((p.dtype, p.device), []).append(p.data)
             for tensors in kinds.values():
                 flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-                work: Any = dist.broadcast(flat, self._global(rank), group=self.group, async_op=True)
+                work: Any = dist.broadcast(flat, group=self.group, async_op=True, group_src=rank)
                 under_way.append((work, flat, tensors, rank))
         for work, flat, tensors, rank in under_way:
             work.wait()
             if rank != self.rank:
                 parts = flat.split([tensor.numel() for tensor in tensors])
                 torch._foreach_copy_(tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
-
-    def _global(self, rank: int) -> int:
-        return dist.get_global_rank(self.group, rank) if self.group is not None else rank
 
     @torch.no_grad()
     def gathered_state(self, keep: bool = True) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
@@ -98,7 +89,7 @@ class WholeParameterOptimizer(DistributedOptimizer):
                     tensor = torch.empty(kind[1], dtype=kind[0], device=p.device)
                     if owner == self.rank:
                         tensor.copy_(self.inner.state[p][key])
-                    dist.broadcast(tensor, self._global(owner), group=self.group)
+                    dist.broadcast(tensor, group=self.group, group_src=owner)
                     value = tensor.to("cpu", copy=True) if keep else None
                 whole[key] = value
             if whole:

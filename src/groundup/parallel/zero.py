@@ -84,7 +84,7 @@ class ShardedOptimizer(DistributedOptimizer):
 
     Parameters become views of flat buffers: move them to their device before. Gradients: each rank's `.grad`, already
     reduced (any class of ddp.py), or those of a ShardedDDP around the module.
-    Raises ValueError for an optimizer that is not known to be element-wise; `elementwise=True` vouches for one.
+    Raises ValueError for an optimizer that is not known to be element-wise.
     """
 
     def __init__(
@@ -94,13 +94,11 @@ class ShardedOptimizer(DistributedOptimizer):
         *,
         bucket_mb: float | None = 50.0,
         group: Any = None,
-        elementwise: bool | None = None,
         **kwargs: Any,
     ):
-        if not (elementwise or (elementwise is None and issubclass(optimizer_cls, ELEMENTWISE))):
+        if not issubclass(optimizer_cls, ELEMENTWISE):
             raise ValueError(
-                f"{optimizer_cls.__name__} is not known to update elements independently; use WholeParameterOptimizer, "
-                "or pass elementwise=True if it does"
+                f"{optimizer_cls.__name__} is not known to update elements independently; use WholeParameterOptimizer"
             )
         self.lines: list[ShardedLine] = []
         self.home: dict[nn.Parameter, ShardedLine] = {}
