@@ -9,21 +9,20 @@ them. `--out` must then be a directory that all machines see, so that all leave 
 """
 
 import json
+import multiprocessing
 import os
-import queue
 import signal
-import subprocess
-import sys
 import tempfile
-import threading
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from groundup.bench.benchmark import Benchmark, SweepOptions, at_least
 from groundup.bench.cells import Cell, Parameters, make_cell, read_cell, write_cell
+from groundup.bench.worker import serve
 from groundup.errors import UserError
 from groundup.parallel.processes import this_world
 
@@ -107,82 +106,59 @@ class Worker:
 
     def __init__(self, benchmark: Benchmark):
         self.benchmark = benchmark
-        self.process: subprocess.Popen[str] | None = None
-        self.ready = False
+        self.process: Any = None
 
     def measure(self, parameters: Parameters, time_limit: float) -> Cell:
         """The cell, whatever becomes of the process that measures it."""
-        if self.process is None:
-            self._start()
-        process = self.process
-        assert process is not None
-        request = json.dumps({"module": self.benchmark.module, "parameters": parameters})
-        limit = START_LIMIT  # starting up does not count against the cell
         try:
-            if not self.ready:
-                self.ready = bool(self.replies.get(timeout=limit))
-            limit = time_limit
-            print(request, file=process.stdin, flush=True)
-            line = self.replies.get(timeout=limit)
-        except queue.Empty:
+            if self.process is None:
+                self._start()
+                self._reply(START_LIMIT)  # starting up does not count against the cell
+            self.pipe.send(parameters)
+            cell = json.loads(self._reply(time_limit))
+        except TimeoutError as error:
+            cell = make_cell(self.benchmark.name, parameters, "timeout", str(error))
+        except (EOFError, OSError):
+            cell = make_cell(self.benchmark.name, parameters, "error", self._last_words())
+        if cell["status"] != "ok":
             self.stop()
-            message = f"stopped after the time limit of {limit:g} s"
-            return make_cell(self.benchmark.name, parameters, "timeout", message)
-        except BrokenPipeError:
-            line = ""
-        if line:
-            cell = json.loads(line)
-            if cell["status"] != "ok":
-                self.stop()
-            return cell
-        code = process.wait()
-        message = self._last_words(code)
-        self.stop()
-        return make_cell(self.benchmark.name, parameters, "error", message)
+        return cell
 
     def _start(self) -> None:
-        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by stop)
-        # A session of its own: Ctrl-C reaches the sweep alone, and stop() reaches the compiler's processes too.
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "groundup.bench.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            text=True,
-            encoding="utf-8",
-            start_new_session=True,
-        )
-        self.replies: queue.Queue[str] = queue.Queue()
-        self.ready = False
-        threading.Thread(target=_forward_lines, args=(self.process.stdout, self.replies), daemon=True).start()
+        self.errors = tempfile.NamedTemporaryFile()  # noqa: SIM115 (closed by stop)
+        self.pipe, other = multiprocessing.Pipe()
+        arguments = (other, self.benchmark.module, self.errors.name, os.getpid())
+        self.process = multiprocessing.get_context("spawn").Process(target=serve, args=arguments)
+        # Ctrl-C is for the sweep alone, also before the process has a session of its own.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self.process.start()
+        signal.signal(signal.SIGINT, handler)
+        other.close()
 
-    def _last_words(self, code: int) -> str:
+    def _reply(self, limit: float) -> str:
+        if not wait([self.pipe, self.process.sentinel], limit):
+            raise TimeoutError(f"stopped after the time limit of {limit:g} s")
+        if not self.pipe.poll():
+            raise EOFError
+        return self.pipe.recv()
+
+    def _last_words(self) -> str:
         """How the process ended and the last line it wrote to standard error."""
+        self.process.join()
+        code = self.process.exitcode
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        self.errors.seek(0)
-        lines = self.errors.read().decode(errors="replace").split("\n")
+        lines = Path(self.errors.name).read_text(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f"the process ended ({how}): {last}" if last else f"the process ended ({how})"
 
     def stop(self) -> None:
-        """End the process and its children."""
+        """End the process and its children, the compiler's among them."""
         process, self.process = self.process, None
         if process is None:
             return
+        process.kill()
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        for stream in (process.stdin, process.stdout, self.errors):
-            if stream is not None:
-                with suppress(BrokenPipeError):
-                    stream.close()
-
-
-def _forward_lines(stream: Any, replies: "queue.Queue[str]") -> None:
-    """Every line into the queue, then an empty string for the end."""
-    try:
-        for line in stream:
-            replies.put(line)
-    except ValueError:  # closed by stop()
-        pass
-    replies.put("")
+        process.join()
+        self.pipe.close()
+        self.errors.close()

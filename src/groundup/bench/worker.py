@@ -1,4 +1,4 @@
-"""The process that measures: `python -m groundup.bench.worker` reads requests and writes cells, a JSON line each.
+"""The process that measures: parameters come through a pipe, cells go back.
 
 A separate process because an out-of-memory, a crash of the driver or a leak must cost one cell, not the sweep, and
 because one process's allocator and compiler state must not colour the next group's numbers. Cells of one group share
@@ -10,10 +10,10 @@ import gc
 import json
 import os
 import sys
-import threading
 import traceback
 from importlib import import_module
-from time import sleep
+from itertools import count
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -21,33 +21,28 @@ import torch
 from groundup.bench.benchmark import Benchmark
 from groundup.bench.cells import Cell, Parameters, make_cell
 from groundup.bench.environment import environment
+from groundup.parallel.launch import end_with_parent
 from groundup.train.guards import is_out_of_memory
 
-READY = "ready"
-"""The first line: the imports are done, a cell's time limit may start."""
 
+def serve(pipe: Connection, module: str, errors: str, parent: int) -> None:
+    """Measure the parameters that come through `pipe` until one cell fails. All that is printed goes to `errors`.
 
-def main() -> None:
-    """Serve until standard input ends or a cell fails. Whatever else prints, prints to standard error."""
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    print(READY, file=replies, flush=True)
-    for index, line in enumerate(sys.stdin):
-        request = json.loads(line)
-        benchmark: Benchmark = import_module(request["module"]).BENCHMARK
-        cell = measure(benchmark, request["parameters"], {"earlier_cells_in_process": index})
-        replies.write(json.dumps(cell) + "\n")
-        replies.flush()
+    The first answer says that the imports are done: a cell's time limit may start.
+    """
+    # A session of its own: all of it can be stopped at once.
+    os.setsid()
+    file = os.open(errors, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    end_with_parent(parent)
+    benchmark: Benchmark = import_module(module).BENCHMARK
+    pipe.send("ready")
+    for index in count():
+        cell = measure(benchmark, pipe.recv(), {"earlier_cells_in_process": index})
+        pipe.send(json.dumps(cell))
         if cell["status"] != "ok":
-            break
-
-
-def _end_with_parent(parent: int) -> None:
-    """A sweep that was killed cannot stop its worker; the worker sees that it became an orphan."""
-    while os.getppid() == parent:
-        sleep(2)
-    os._exit(1)
+            return
 
 
 def measure(benchmark: Benchmark, parameters: Parameters, stamp: dict[str, Any] | None = None) -> Cell:
@@ -82,7 +77,3 @@ def clear(device: torch.device) -> None:
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-
-
-if __name__ == "__main__":
-    main()
