@@ -20,7 +20,7 @@ def make_run(directory, losses, every=10, valid_offset=0.1, **without):
     directory.mkdir(parents=True)
     with open(directory / "metrics.jsonl", "w") as file:
         for step, loss in enumerate(losses, start=1):
-            row = {"step": step, "loss": loss, "tokens": step * 512, "seconds": step * 0.5}
+            row = {"step": step, "loss": loss, "tokens": step * 512, "tokens_per_second": 1024}
             file.write(json.dumps({k: v for k, v in row.items() if k not in without}) + "\n")
             if every and step % every == 0:
                 file.write(json.dumps({"step": step, "valid_loss": loss + valid_offset}) + "\n")
@@ -133,7 +133,7 @@ def test_many_runs_and_evaluations_alone(tmp_path):
 
 
 def test_the_old_picture_stays_when_the_new_one_cannot_be_drawn(tmp_path):
-    run = make_run(tmp_path / "one", curve(20), seconds=0)
+    run = make_run(tmp_path / "one", curve(20), tokens_per_second=0)
     plot_runs([run], tmp_path / "loss.png")
     before = (tmp_path / "loss.png").read_bytes()
     with pytest.raises(UserError, match='have no "seconds"'):

@@ -23,10 +23,10 @@ def test_rows_become_columns_of_training_and_evaluation(tmp_path):
     log = read_run(
         write(
             tmp_path,
-            {"step": 1, "loss": 3.5, "tokens": 64, "seconds": 0.5},
-            {"step": 2, "loss": 3.25, "tokens": 128, "seconds": 1.5},
+            {"step": 1, "loss": 3.5, "tokens": 64, "tokens_per_second": 128},
+            {"step": 2, "loss": 3.25, "tokens": 128, "tokens_per_second": 64},
             {"step": 2, "valid_loss": 3.0, "valid_bits_per_byte": 1.25},
-            {"step": 3, "loss": 2.75, "tokens": 192, "seconds": 2.0},
+            {"step": 3, "loss": 2.75, "tokens": 192, "tokens_per_second": 128},
         )
     )
     assert log.train["step"].tolist() == [1, 2, 3]
@@ -44,9 +44,9 @@ def test_an_evaluation_between_and_before_the_rows(tmp_path):
             tmp_path,
             {"step": 0, "valid_loss": 9.0},
             {"step": 1, "valid_loss": 8.0},
-            {"step": 2, "loss": 4.0, "seconds": 3.0},
+            {"step": 2, "loss": 4.0, "tokens": 300, "tokens_per_second": 100},
             {"step": 3, "valid_loss": 7.0},
-            {"step": 4, "loss": 4.0, "seconds": 7.0},
+            {"step": 4, "loss": 4.0, "tokens": 700, "tokens_per_second": 100},
         )
     )
     assert log.valid_axis("seconds").tolist() == [0.0, 1.5, 5.0]

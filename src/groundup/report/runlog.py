@@ -23,7 +23,7 @@ class RunLog:
     path: Path
     """The run's directory."""
     train: Columns
-    """One entry an optimizer step: step, loss, and what else the rows carry (lr, grad_norm, tokens, seconds, …)."""
+    """One entry an optimizer step: step, loss, and what else the rows carry (lr, grad_norm, tokens, …)."""
     valid: Columns
     """One entry an evaluation: step, valid_loss, …; empty arrays when there was none."""
 
@@ -50,10 +50,10 @@ class RunLog:
         return np.interp(self.valid["step"], steps, values)
 
     def _seconds(self) -> np.ndarray | None:
-        """As written, else from each step's tokens and its speed."""
+        """From each step's tokens and its speed."""
         train = self.train
-        if "seconds" in train or not {"tokens", "tokens_per_second"} <= train.keys():
-            return train.get("seconds")
+        if not {"tokens", "tokens_per_second"} <= train.keys():
+            return None
         return np.cumsum(np.diff(train["tokens"], prepend=0.0) / train["tokens_per_second"])
 
 
