@@ -58,6 +58,9 @@ def cells(paths: dict[str, Path], only: str | None) -> list[dict]:
                     found.append(
                         {"task": "train", "tool": tool, "corpus": corpus, "vocab_size": vocab_size, "threads": threads}
                     )
+    for corpus, _ in TRAIN:
+        for threads in (1, 2):
+            found.append({"task": "count", "tool": "groundup", "corpus": corpus, "threads": threads})
     for corpus in ENCODE:
         for tool in ("groundup", "gigatoken", "tiktoken"):
             found.append({"task": "encode", "tool": tool, "corpus": corpus, "threads": 1})
@@ -83,7 +86,7 @@ def run_cell(cell: dict) -> dict:
 
     from groundup.bench.suites.tokenizer import sample
 
-    tokenizer = None if cell["task"] == "train" else gpt2()
+    tokenizer = gpt2() if cell["task"] in ("encode", "files") else None
     return sample(cell["task"], cell["tool"], Path(cell["path"]), cell.get("vocab_size", 0), cell["threads"], tokenizer)
 
 
@@ -130,7 +133,7 @@ def main() -> None:
     parser.add_argument("--corpora", type=Path)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "groundup-bench-tokenizer")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", choices=["train", "encode", "files"])
+    parser.add_argument("--only", choices=["train", "count", "encode", "files"])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "tokenizer.json")
     args = parser.parse_args()
     if args.cell:

@@ -19,23 +19,25 @@ from groundup.bench.benchmark import Benchmark, Measurement, SweepOptions, at_le
 from groundup.bench.cells import Parameters
 from groundup.data.embedded import write_embedded_corpus
 from groundup.errors import UserError, optional_package
-from groundup.tokenizer import END_OF_TEXT, Tokenizer, formats
+from groundup.tokenizer import END_OF_TEXT, Tokenizer, formats, training
 from groundup.tokenizer.profile import Phases, anonymous_bytes
 
 TASKS = {
     "train": ("groundup", "gigabpe", "tokenizers"),
+    "count": ("groundup",),
     "encode": ("groundup", "gigatoken", "tiktoken"),
     "files": ("groundup",),
 }
 """What is measured, and the tools that can do it."""
-THREADED = ("train", "files")
+THREADED = ("train", "count", "files")
 MB = 1_000_000
 
 
 @dataclass(frozen=True)
 class Options(SweepOptions):
     task: str = ",".join(TASKS)
-    """train; encode (one string, first pass and warm, and decode); files (`groundup tokenize`)."""
+    """train; count (the scan and count of training alone); encode (one string, first pass and warm, and decode); files
+    (`groundup tokenize`)."""
     tool: str = "groundup"
     """groundup; train: gigabpe, tokenizers; encode: gigatoken, tiktoken. Peers must be installed."""
     text: str = ""
@@ -47,7 +49,7 @@ class Options(SweepOptions):
     tokenizer: str = ""
     """Directory or file of the vocabulary for encode and files; empty: trained on the text."""
     threads: str = "1,2"
-    """Threads, for train and files."""
+    """Threads, for train, count and files."""
     steps: int = 5
     """Timed samples."""
     device: Literal["cpu"] = "cpu"
@@ -72,7 +74,7 @@ def cells(options: Options) -> list[Parameters]:
             "text": text,
             "max_bytes": 0 if text else options.max_bytes,
             "vocab_size": vocab_size,
-            "tokenizer": "" if task == "train" else options.tokenizer,
+            "tokenizer": options.tokenizer if task in ("encode", "files") else "",
             "threads": count,
             "steps": options.steps,
             "device": options.device,
@@ -167,6 +169,9 @@ def sample(task: str, tool: str, path: Path, vocab_size: int, threads: int, toke
     with _pinned(threads):
         if task == "train":
             return with_memory(_trainer(tool, path, vocab_size, threads))
+        if task == "count":
+            options = training.Options([END_OF_TEXT], "gpt2", threads=threads)
+            return with_memory(lambda: training.count_files([path], options))
         assert tokenizer is not None
         return encode_sample(tool, path, tokenizer) if task == "encode" else files_sample(path, tokenizer, threads)
 
@@ -201,7 +206,7 @@ def run(parameters: Parameters, device: Any) -> Measurement:
         if not parameters["text"]:
             path = Path(folder) / "library.txt"
             write_embedded_corpus(path, parameters["max_bytes"])
-        tokenizer = None if task == "train" else vocabulary(parameters["tokenizer"], path, size)
+        tokenizer = vocabulary(parameters["tokenizer"], path, size) if task in ("encode", "files") else None
         megabytes = path.stat().st_size / MB
         samples = [sample(task, tool, path, size, threads, tokenizer) for _ in range(parameters["steps"])]
     metrics: dict[str, Any] = {"text_bytes": round(megabytes * MB)}
@@ -228,6 +233,7 @@ BENCHMARK = Benchmark(
     columns={
         "train, ms": "time.train",
         "train, MB/s": "mb_per_second.train",
+        "count, ms": "time.count",
         "first, MB/s": "mb_per_second.first",
         "warm, MB/s": "mb_per_second.warm",
         "decode, MB/s": "mb_per_second.decode",
