@@ -1,5 +1,4 @@
-"""Guards: steps that would spoil the weights are left out, counted, and end the run when they do not stop; below them,
-when validation losses say that it is time to stop, and whether they can be true.
+"""Guards: steps that would spoil the weights are left out, counted, and end the run when they do not stop.
 
 Where what is decided. Whether a step is applied is a function of three numbers that are on the device when backward
 ends: the loss, the gradients' norm (not finite as soon as one gradient is not) and a limit for the loss that the host
@@ -16,6 +15,8 @@ Spikes: a loss above median + threshold · 1.4826 · MAD of the last `spike_wind
 standard deviation that outliers do not move. Flagged losses enter the window too, so a level that the loss stays on
 becomes usual after half a window. The limit of step k comes from rows up to k - 2 everywhere, because a GPU run knows
 no more by then: so a resumed run, and one on another device, decides alike.
+
+Last in the file: when validation losses say that it is time to stop, and whether they can be true.
 """
 
 import lzma
