@@ -185,3 +185,9 @@ def test_tokenizer_commands_import_neither_torch_nor_numpy(line: str, tmp_path: 
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert json.loads(run.stdout.splitlines()[-1]) == []
+
+
+def test_a_model_is_imported_without_the_compiler():
+    code = "import sys, groundup.model, groundup.generate.engine; print('torch._dynamo' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "False\n"

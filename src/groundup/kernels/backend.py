@@ -64,10 +64,11 @@ def decided_once(function: Callable[..., T]) -> Callable[..., T]:
     """
     kept = cache(function)
 
-    @torch.compiler.assume_constant_result
     def decided(*arguments: Any) -> T:
         return kept(*arguments)
 
+    # What torch.compiler.assume_constant_result sets. Calling that imports the compiler: seconds, for a run without it too.
+    decided._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return decided
 
 

@@ -36,9 +36,8 @@ def whole_state(
         engine.take_shards()
     names = {p: name for name, p in model.named_parameters()}
     if isinstance(engine, FSDP):
-        pieces = {piece for unit in engine.units for piece in unit.pieces}
         entries = dict(gathered_state(engine.units, optimizer.state, engine.group, keep))
-        entries |= {p: optimizer.state[p] for p in names if p not in pieces and p in optimizer.state}
+        entries |= {p: optimizer.state[p] for p in names if p not in engine.pieces and p in optimizer.state}
     elif isinstance(optimizer, DistributedOptimizer):
         entries = dict(optimizer.gathered_state(keep))
     else:
