@@ -67,7 +67,7 @@ def decided_once(function: Callable[..., T]) -> Callable[..., T]:
     def decided(*arguments: Any) -> T:
         return kept(*arguments)
 
-    # What torch.compiler.assume_constant_result sets. Calling that imports the compiler: seconds, whoever needs it or not.
+    # What torch.compiler.assume_constant_result sets; calling that imports the compiler, which takes seconds.
     decided._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return decided
 
