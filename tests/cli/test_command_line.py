@@ -187,7 +187,9 @@ def test_tokenizer_commands_import_neither_torch_nor_numpy(line: str, tmp_path: 
     assert json.loads(run.stdout.splitlines()[-1]) == []
 
 
-def test_a_model_is_imported_without_the_compiler():
-    code = "import sys, groundup.model, groundup.generate.engine; print('torch._dynamo' in sys.modules)"
+@pytest.mark.parametrize("module", ["groundup.generate.engine", "groundup.train"])
+def test_a_run_that_does_not_use_the_compiler_or_fsdp2_does_not_import_them(module: str):
+    heavy = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint")
+    code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout == "False\n"
+    assert run.stdout == "[]\n"

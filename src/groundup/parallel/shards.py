@@ -6,6 +6,7 @@ numbers are those of state.py's whole tensors, so that a reader that knows nothi
 Cost: a rank writes its 1/W of the state, copied to the host about 10 MB at a time; it reads the saved parts that
 overlap its own, each entirely. Rejected: DCP's safetensors writer, which other readers of DCP do not know.
 `.metadata` is a pickle: like a program, it should come from someone you trust.
+Whoever needs this module imports it where it is needed: DCP takes seconds to import.
 """
 
 import warnings
@@ -19,10 +20,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.tensor import DTensor
 
 from groundup.parallel.state import as_saved, load_state
-from groundup.parallel.torch_engines import TorchFSDP2
+from groundup.parallel.torch_engines import TorchFSDP2, is_distributed
 
 
 def own_tensors(
@@ -33,7 +33,7 @@ def own_tensors(
     found = {}
     for name, p in model.named_parameters():
         for key, value in optimizer.state.get(p, {}).items():
-            found[f"{key}.{name}"] = value if isinstance(value, DTensor) and value.ndim else as_saved(value)
+            found[f"{key}.{name}"] = value if is_distributed(value) and value.ndim else as_saved(value)
     return model.state_dict(), found
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from groundup.optim.base import own_part
 from groundup.parallel.flat import cut_state, gathered_state
 from groundup.parallel.fsdp import FSDP
 from groundup.parallel.optimizer import DistributedOptimizer
-from groundup.parallel.torch_engines import TorchFSDP2, like
+from groundup.parallel.torch_engines import TorchFSDP2, is_distributed, like, whole
 from groundup.parallel.units import Unit
 
 
@@ -45,9 +45,9 @@ def whole_state(
     found = {}
     for p, name in names.items():
         for key, value in entries.get(p, {}).items():
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            value = whole(value)
             if keep:
-                found[f"{key}.{name}"] = as_saved(whole)
+                found[f"{key}.{name}"] = as_saved(value)
     return found
 
 
@@ -91,8 +91,8 @@ def load_state(
             unit, index = places[p]
             value = cut_state(unit, index, {key: value})[key]
         # Copied, because what was read may be a view of the mapped file; a distributed optimizer makes its own copy.
-        if value.ndim and isinstance(p, DTensor):
-            value = value if isinstance(value, DTensor) else like(p, value).clone()
+        if value.ndim and is_distributed(p):
+            value = value if is_distributed(value) else like(p, value).clone()
         elif value.ndim and not isinstance(optimizer, DistributedOptimizer):
             value = value.to(p.device, copy=True)
         entries.setdefault(p, {})[key] = value if value.ndim else int(value)
@@ -106,4 +106,4 @@ def local_bytes(value: Any) -> int:
     """Bytes that this rank holds of a tensor; 0 for anything else."""
     if not isinstance(value, Tensor):
         return 0
-    return (value.to_local() if isinstance(value, DTensor) else value).nbytes
+    return own_part(value).nbytes

@@ -1,4 +1,7 @@
-"""PyTorch's own engines behind the interface of ours: DistributedDataParallel and FSDP2 (fully_shard)."""
+"""PyTorch's own engines behind the interface of ours: DistributedDataParallel and FSDP2 (fully_shard).
+
+FSDP2 and DTensor are imported where they are used: it takes seconds, and most runs use neither.
+"""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -7,9 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from groundup.optim import clip_grad_norm
@@ -20,6 +20,8 @@ class TorchDDP(DataParallel):
     """torch.nn.parallel.DistributedDataParallel. It refuses, in the next forward, parameters that were not used."""
 
     def __init__(self, module: nn.Module, bucket_mb: float = 25.0, *args: Any, **kwargs: Any):
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
         super().__init__(module, *args, **kwargs)
         options: dict[str, Any] = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
         self.ddp = DistributedDataParallel(module, process_group=self.group, bucket_cap_mb=bucket_mb, **options)
@@ -63,6 +65,8 @@ class TorchFSDP2(DataParallel):
         *args: Any,
         **kwargs: Any,
     ):
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
         super().__init__(module, *args, **kwargs)
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=self.reduce_dtype or (torch.float32 if compute_dtype else None)
@@ -94,7 +98,7 @@ class TorchFSDP2(DataParallel):
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         local = [p.grad for p in self.params if p.grad is not None]
         norm = clip_grad_norm(self.params, max_norm) if local else torch.zeros(())
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return whole(norm)
 
     def take_shards(self) -> None:
         """Hold shards only: FSDP2 keeps the root's weights whole after an evaluation, until the next backward."""
@@ -103,9 +107,9 @@ class TorchFSDP2(DataParallel):
     def full_parameters(self, keep: bool = True) -> Iterator[tuple[str, Tensor]]:
         """(name, whole parameter on the CPU) of every parameter; a collective."""
         for name, p in self.module.named_parameters():
-            whole = p.full_tensor().detach() if isinstance(p, DTensor) else p.detach()
+            value = whole(p).detach()
             if keep:
-                yield name, whole.to("cpu", copy=True)
+                yield name, value.to("cpu", copy=True)
 
     @torch.no_grad()
     def load_full_parameters(self, read: Callable[[str], Tensor]) -> None:
@@ -114,10 +118,22 @@ class TorchFSDP2(DataParallel):
             p.copy_(like(p, read(name)))
 
 
-def like(p: Tensor, whole: Tensor) -> Tensor:
-    """`whole` on p's device, distributed as p is; what is distributed already stays as it is."""
-    if isinstance(whole, DTensor):
-        return whole
-    if not isinstance(p, DTensor):
-        return whole.to(p.device)
-    return distribute_tensor(whole.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
+def is_distributed(x: Any) -> bool:
+    """Whether `x` is a DTensor."""
+    return hasattr(x, "full_tensor")
+
+
+def whole(x: Any) -> Tensor:
+    """The whole of a DTensor, a collective; any other tensor itself."""
+    return x.full_tensor() if is_distributed(x) else x
+
+
+def like(p: Any, given: Tensor) -> Tensor:
+    """`given`, whole, on p's device, distributed as p is; what is distributed already stays as it is."""
+    if is_distributed(given):
+        return given
+    if not is_distributed(p):
+        return given.to(p.device)
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(given.to(p.device), p.device_mesh, p.placements, src_data_rank=None)

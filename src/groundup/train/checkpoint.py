@@ -34,7 +34,6 @@ from torch import Tensor
 from groundup.errors import UserError
 from groundup.files import directory_written_aside, fsync_path
 from groundup.parallel.processes import World
-from groundup.parallel.shards import Shards, write_shards
 
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
@@ -116,6 +115,8 @@ def save_checkpoint(
                 # The format entry is what Hugging Face's loaders ask for.
                 save_file(dict(tensors), aside / name, metadata={"format": "pt"})
             else:
+                from groundup.parallel.shards import write_shards
+
                 write_shards(tensors, aside / _shards_of(name))
         written = (path for path in sorted(aside.rglob("*")) if path.is_file())
         own = (path for path in written if _writer(path, ranks.size) == ranks.rank)
@@ -232,6 +233,8 @@ def newest_complete(
 def opened(path: Path) -> Generator[tuple[dict[str, torch.Size], Callable[[str], Tensor]]]:
     """({name: shape}, what reads one whole tensor) of a safetensors file, or of a directory of shards."""
     if path.is_dir():
+        from groundup.parallel.shards import Shards
+
         shards = Shards(path)
         yield {name: shards.shape(name) for name in shards.keys()}, shards.get_tensor  # noqa: SIM118
         return

@@ -19,7 +19,6 @@ from groundup import __version__
 from groundup.config import RunConfig
 from groundup.errors import UserError
 from groundup.model import TransformerLM
-from groundup.parallel.shards import Shards, load_own, own_tensors
 from groundup.parallel.state import load_state, load_weights, local_bytes, whole_state, whole_weights
 from groundup.parallel.torch_engines import TorchFSDP2
 from groundup.rows import Row
@@ -74,6 +73,8 @@ def save(job: Job, run: RunDirectory, step: int, extra: Mapping[str, Stateful]) 
     }
     train = job.config.train
     if job.config.parallel.checkpoint == "dcp" and isinstance(job.engine, TorchFSDP2):
+        from groundup.parallel.shards import own_tensors
+
         tensors = own_tensors(job.engine, job.model, job.optimizer)
         save_checkpoint(run.checkpoints, step, *tensors, facts, job.world)
     else:
@@ -164,6 +165,8 @@ def _load(job: Job, weights: Path, state: Path) -> None:
         if not own:
             load_state(job.engine, job.model, job.optimizer, saved, read)
     if own:
+        from groundup.parallel.shards import Shards, load_own
+
         load_own(job.engine, job.model, job.optimizer, Shards(weights), Shards(state))
 
 
