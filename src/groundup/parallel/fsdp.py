@@ -86,7 +86,9 @@ class FSDP(DataParallel):
         self.params = list(self.names)
         self.replicated = [p for p in self.params if p not in self.pieces]
         ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
-        self._reduce_group = dist.new_group(ranks, use_local_synchronization=True)
+        # Local synchronisation, for a part of the world only: it names a group by how many groups this rank knows, and
+        # ranks that know different ones would wait for each other.
+        self._reduce_group = dist.new_group(ranks, use_local_synchronization=self.group is not None)
         self._in_backward = False
         self._gathered = 0
         """Units gathered in this forward pass, in order."""
