@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -199,7 +200,7 @@ class EndsUnseen:
 @pytest.mark.parametrize("question", ["alive", "code"])
 def test_a_child_that_fails_between_two_looks_is_not_missed(question, monkeypatch):
     monkeypatch.setattr(launch, "wait", lambda sentinels, timeout: None)
-    assert launch._first_failure([EndsUnseen(question)], 0.0) == 0
+    assert launch._first_failure([EndsUnseen(question)], 0.0, threading.Event()) == 0
 
 
 def leave_silently():

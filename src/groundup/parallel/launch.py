@@ -40,14 +40,14 @@ def spawn(function: Callable[..., Any], nproc: int, *arguments: Any, grace: floa
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context: Any = multiprocessing.get_context("spawn")
     children: list[Any] = []
-    with tempfile.TemporaryDirectory(prefix="groundup-") as directory, _signals_reach(children):
+    with tempfile.TemporaryDirectory(prefix="groundup-") as directory, _signals_reach(children) as asked:
         paths = [Path(directory) / str(rank) for rank in range(nproc)]
         try:
             for rank, path in enumerate(paths):
                 children.append(context.Process(target=_child, args=(function, arguments, path, os.getpid())))
                 with _environment(_variables(rank, nproc, store.port)):
                     children[-1].start()
-            first = _first_failure(children, grace)
+            first = _first_failure(children, grace, asked)
         finally:
             _stop_all(children, 0.0)
         outcomes: list[Any] = [pickle.loads(path.read_bytes()) if path.exists() else None for path in paths]
@@ -89,14 +89,20 @@ def _environment(variables: dict[str, str]) -> Generator[None]:
 
 
 @contextmanager
-def _signals_reach(children: list[Any]) -> Generator[None]:
+def _signals_reach(children: list[Any]) -> Generator[threading.Event]:
     """SIGINT and SIGTERM go on to the children, which end in their own way; Ctrl-Z stops them with their parent.
+
+    Yields what is set when they have been asked to end.
 
     They are in process groups of their own: so a signal comes once, from a terminal (which signals the whole group of
     the parent, and a second one would end a run unsaved) as from `kill`.
     """
 
+    asked = threading.Event()
+
     def pass_on(number: int, _: Any) -> None:
+        if number in (signal.SIGINT, signal.SIGTERM):
+            asked.set()
         for child in children:
             if child.is_alive():
                 os.kill(child.pid, number)
@@ -111,7 +117,7 @@ def _signals_reach(children: list[Any]) -> Generator[None]:
         handlers = {}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        yield
+        yield asked
     finally:
         for number, handler in before.items():
             if handler is not None:
@@ -150,14 +156,17 @@ def end_with_parent(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _first_failure(children: list[Any], grace: float) -> int | None:
-    """Wait for all; after a failure stop the others. Returns the rank that failed first, or None."""
+def _first_failure(children: list[Any], grace: float, asked: threading.Event) -> int | None:
+    """Wait for all; after a failure stop the others. Returns the rank that failed first, or None.
+
+    Children that were `asked` to end are not asked again: a second signal would end a run unsaved.
+    """
     while True:
         # Asked in this order: a child that ends in between is seen as failed, not missed.
         alive = [child for child in children if child.is_alive()]
         failed = [rank for rank, child in enumerate(children) if child.exitcode not in (None, 0)]
         if failed:
-            _stop_all(children, grace)
+            _stop_all(children, grace, ask=not asked.is_set())
             # Ranks that lost a peer fail right after the one that is to blame: a signal tells it apart.
             return min(failed, key=lambda rank: (children[rank].exitcode > 0, rank))
         if not alive:
@@ -165,10 +174,11 @@ def _first_failure(children: list[Any], grace: float) -> int | None:
         wait([child.sentinel for child in alive], timeout=1.0)
 
 
-def _stop_all(children: list[Any], grace: float) -> None:
+def _stop_all(children: list[Any], grace: float, ask: bool = True) -> None:
+    """Let the children end within `grace` seconds, with `ask` after a SIGTERM; then kill them."""
     started = [child for child in children if child.pid]
     for child in started:
-        if child.is_alive():
+        if ask and child.is_alive():
             child.terminate()
     end = time.monotonic() + grace
     for child in started:
