@@ -238,8 +238,16 @@ def opened(path: Path) -> Generator[tuple[dict[str, torch.Size], Callable[[str],
         shards = Shards(path)
         yield {name: shards.shape(name) for name in shards.keys()}, shards.get_tensor  # noqa: SIM118
         return
+
+    def read(name: str) -> Tensor:
+        # A mapping of its own for each tensor: pages that were read would otherwise stay until the file's end, and a
+        # resumed run's peak would be above the unbroken one's by up to the file's size.
+        with safe_open(path, framework="pt") as file:
+            return file.get_tensor(name)
+
     with safe_open(path, framework="pt") as file:
-        yield {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}, file.get_tensor  # noqa: SIM118
+        shapes = {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    yield shapes, read
 
 
 def check_tensors(expected: Mapping[str, torch.Size], saved: Mapping[str, torch.Size], path: Path) -> None:
