@@ -165,9 +165,9 @@ impl Work<'_> {
 }
 
 /// Size of a block in bytes: small enough to share work out, large enough for the cuts not to count.
-const BLOCK: usize = 1 << 20;
+const BLOCK: usize = 1 << 18;
 /// Blocks that are worth a thread: each fills a table of its own with much the same words, and all are added up.
-const WORTH_A_THREAD: usize = if cfg!(test) { 1 } else { 8 };
+const WORTH_A_THREAD: usize = if cfg!(test) { 1 } else { 32 };
 
 /// Counts the pre-tokens of whole files. `done` is raised by the bytes finished; setting `cancel` ends the work soon.
 pub fn count_files(
