@@ -59,6 +59,11 @@ SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_
         ),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, World(1, 2, 0, "mpirun")),
         ({**SLURM, "SLURM_STEP_ID": "0"}, World(5, 8, 1, "srun")),
+        ({**SLURM, "SLURM_STEP_ID": "0", "PMI_RANK": "5", "PMI_SIZE": "8"}, World(5, 8, 1, "srun")),  # srun --mpi=pmi2
+        (  # mpirun in a job: its daemons, one a node, were started by srun
+            {**SLURM, "SLURM_STEP_ID": "0", "PMI_RANK": "9", "PMI_SIZE": "16", "MPI_LOCALRANKID": "3"},
+            World(9, 16, 3, "mpirun"),
+        ),
         (SLURM, World(0, 1)),  # a batch script's own shell
         ({**SLURM, "SLURM_STEP_ID": "0", "RANK": "1", "WORLD_SIZE": "2"}, World(1, 2, 0, "torchrun")),
     ],

@@ -87,8 +87,8 @@ def _told(error: Exception) -> str:
 _VARIABLES = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     ("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
 
 
@@ -97,8 +97,10 @@ def this_world(environment: Mapping[str, str] = os.environ) -> World:
     for launcher, rank, size, local in _VARIABLES:
         if rank not in environment or size not in environment:
             continue
-        if launcher == "srun" and "SLURM_STEP_ID" not in environment:
-            continue  # inside sbatch or salloc, but not started by srun
+        # Inside sbatch or salloc Slurm's variables do not mean that srun started this process. Its PMI-2 sets PMI_RANK
+        # as mpirun does, whose daemons srun may have started; the local rank is mpirun's alone.
+        if launcher == "srun" and ("SLURM_STEP_ID" not in environment or "MPI_LOCALRANKID" in environment):
+            continue
         try:
             found = World(int(environment[rank]), int(environment[size]), int(environment.get(local, 0)), launcher)
         except ValueError:
