@@ -98,3 +98,19 @@ def test_numpy_ids_of_every_width(dtype):
 def test_negative_numpy_ids_are_an_error():
     with pytest.raises(UserError, match="id -1 is not"):
         gpt2().decode(np.array([5, -1]))
+
+
+def test_tensors_of_ids():
+    torch = pytest.importorskip("torch")
+    ids = gpt2().encode(PROSE)
+    for dtype in (torch.int64, torch.int32, torch.uint16):
+        tensor = torch.tensor(ids, dtype=torch.int64).to(dtype)
+        assert gpt2().decode(tensor) == gpt2().decode(list(tensor)) == PROSE
+        assert gpt2().decode_bytes(tensor[:0]) == b""
+    assert gpt2().decode_batch(torch.tensor([ids[:5], ids[5:10]])) == gpt2().decode_batch([ids[:5], ids[5:10]])
+    assert "".join(gpt2().decode_iterable(tensor)) == PROSE
+    assert gpt2().decode_with_offsets(tensor) == gpt2().decode_with_offsets(ids)
+    assert gpt2().token_bytes(tensor[0]) == gpt2().token_bytes(ids[0])
+    for bad in (50257, -1, 2**40):
+        with pytest.raises(UserError, match=f"id {bad} is not in the vocabulary"):
+            gpt2().decode(torch.tensor([5, bad]))

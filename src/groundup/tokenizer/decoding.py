@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 def readable(ids: "Iterable[int] | np.ndarray") -> "list[int] | np.ndarray":
     """Ids as the core reads them: an array of uint16 or uint32, where every number survives that, or a list."""
     dtype: Any = getattr(ids, "dtype", None)
+    if dtype is not None and not hasattr(dtype, "kind"):  # no array of NumPy: a tensor of torch, on any device
+        return ids.tolist()  # pyrefly: ignore[missing-attribute]
     if dtype is None or dtype.kind not in "iu" or not hasattr(ids, "astype"):
         return list(ids)
     if dtype in ("uint16", "uint32"):

@@ -8,6 +8,7 @@ import hashlib
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -244,8 +245,8 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         try:
-            return self._parts.vocab[token_id]
-        except KeyError:
+            return self._parts.vocab[index(token_id)]
+        except (KeyError, TypeError):
             raise self._unknown(token_id) from None
 
     def __repr__(self) -> str:
@@ -340,7 +341,7 @@ class Tokenizer:
     # Decoding
 
     def decode_bytes(self, ids: "Iterable[int] | np.ndarray") -> bytes:
-        """The bytes of ids; from a NumPy array, without a Python number an id."""
+        """The bytes of ids; from a NumPy array, without a Python number an id. Tensors will do."""
         ids = readable(ids)
         with self._known(ids):
             return self._core.decode(ids)
