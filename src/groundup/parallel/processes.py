@@ -120,7 +120,7 @@ def meeting_point(world: World, environment: Mapping[str, str] = os.environ) -> 
     host = environment.get("MASTER_ADDR", "")
     if not host and world.launcher == "srun":
         nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-        host = hosts(nodes or environment.get("SLURM_NODELIST", ""))[0]
+        host = first_host(nodes or environment.get("SLURM_NODELIST", ""))
     if not host and environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(world.size):
         host = "127.0.0.1"
     if not host or not port.isdecimal():
@@ -132,35 +132,16 @@ def meeting_point(world: World, environment: Mapping[str, str] = os.environ) -> 
     return host, int(port)
 
 
-def hosts(text: str) -> list[str]:
-    """Every host of a node list as Slurm writes it, in order: `node[01-03,7],login` → node01, node02, node03, node7,
-    login. A name may hold several brackets: `rack[1-2]n[0-1]`.
+def first_host(text: str) -> str:
+    """The first host of a node list as Slurm writes it: `rack[1-2]n[01-03,7],login` → rack1n01.
 
     Raises UserError for an empty or unreadable list.
     """
-    found = [host for part in _parts(text) for host in _expand(part)]
-    if not found or not all(re.fullmatch(r"[\w.\-]+", host) for host in found):
+    part = re.split(r",(?![^\[]*\])", text.strip())[0]  # at the commas outside brackets
+    host = re.sub(r"\[(\d+)[-,\d]*\]", r"\1", part)  # leading zeros are part of the name
+    if not re.fullmatch(r"[\w.\-]+", host):
         raise UserError(f"SLURM_NODELIST is {text!r}: no list of hosts; export MASTER_ADDR")
-    return found
-
-
-def _parts(text: str) -> list[str]:
-    """At the commas outside brackets."""
-    return [part for part in re.split(r",(?![^\[]*\])", text.strip()) if part]
-
-
-def _expand(part: str) -> list[str]:
-    match = re.search(r"\[([^\]]*)\]", part)
-    if match is None:
-        return [part]
-    numbers: list[str] = []
-    for piece in match[1].split(","):
-        first, dash, last = piece.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            return []
-        # Leading zeros are part of the name.
-        numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last if dash else first) + 1)]
-    return [part[: match.start()] + number + rest for number in numbers for rest in _expand(part[match.end() :])]
+    return host
 
 
 def nccl_variables(nvls: bool, timeout: float) -> dict[str, str]:
