@@ -188,6 +188,24 @@ def test_lone_surrogates_are_an_error(small):
         small.encode(17)
 
 
+def test_errors_of_the_callers_iterator_stay_what_they_are(small, tmp_path):
+    def broken():
+        yield PROSE
+        raise ValueError("my own trouble")
+
+    with pytest.raises(ValueError, match="my own trouble"):
+        list(small.encode_iterable(broken()))
+    (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
+    with pytest.raises(UnicodeDecodeError), open(tmp_path / "latin.txt", encoding="utf-8") as lines:
+        list(small.encode_iterable(lines))
+    with pytest.raises(ValueError, match="my own trouble"):
+        small.encode_batch(broken())
+    ids = small.encode_iterable([PROSE])
+    next(ids)
+    with pytest.raises(ValueError, match="of the reader"):
+        ids.throw(ValueError("of the reader"))
+
+
 def test_unknown_ids_are_an_error(small):
     for bad in (450, -1, 2**70):
         with pytest.raises(UserError, match=f"id {bad} is not in the vocabulary: legal ids are 0 to 449"):

@@ -151,3 +151,5 @@ def test_normalisation_leaves_bytes_that_are_no_text(tmp_path):
         ours.to_tiktoken()
     with pytest.raises(UserError, match="lone surrogate"):
         ours.encode("é\ud800")
+    with pytest.raises(UserError, match="lone surrogate U\\+D800 at character 1"):
+        list(ours.encode_iterable(["a", "é\ud800"]))

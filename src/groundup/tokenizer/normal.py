@@ -32,14 +32,14 @@ def _nfc_bytes(data: bytes, special_tokens: Collection[str]) -> bytes:
     return _nfc_text(data.decode("utf-8", "surrogateescape"), special_tokens).encode("utf-8", "surrogateescape")
 
 
-def nfc_chunks(chunks: Iterable[str | bytes], special_tokens: Collection[str]) -> Iterator[bytes]:
+def nfc_chunks(chunks: Iterable[bytes], special_tokens: Collection[str]) -> Iterator[bytes]:
     """The normal form of a text that arrives in chunks, in other chunks."""
     names = [name.encode() for name in special_tokens]
     longest = max(map(len, names), default=1)
     rest = b""
     searched = 0  # there is no cut before this place of the rest
     for chunk in chunks:
-        rest += chunk.encode() if isinstance(chunk, str) else chunk
+        rest += chunk
         cut = _last_cut(rest, searched, longest, names)
         if cut:
             yield _nfc_bytes(rest[:cut], special_tokens)

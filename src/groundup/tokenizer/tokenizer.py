@@ -306,8 +306,9 @@ class Tokenizer:
         threads = available_threads(threads)
         if not _everything(allowed_special, disallowed_special):
             return [self.encode(text, allowed_special, disallowed_special) for text in texts]
+        normal = [self._normal(text) for text in texts]
         with _clear_errors():
-            return self._core.encode_batch([self._normal(text) for text in texts], True, threads)
+            return self._core.encode_batch(normal, True, threads)
 
     @property
     def cache_bytes(self) -> int:
@@ -326,11 +327,14 @@ class Tokenizer:
         """
         stream = self._core.stream()
         if self._parts.normalizer:
-            chunks = nfc_chunks(chunks, self._parts.special_tokens)
+            chunks = nfc_chunks(map(_utf8, chunks), self._parts.special_tokens)
+        for chunk in chunks:
+            with _clear_errors():  # those of the core alone: what `chunks` raises is not about the text
+                ids = stream.feed(chunk)
+            yield from ids
         with _clear_errors():
-            for chunk in chunks:
-                yield from stream.feed(chunk)
-            yield from stream.finish()
+            ids = stream.finish()
+        yield from ids
 
     def _normal(self, text: str | bytes) -> str | bytes:
         """The text as the normalizer of a loaded tokenizer wants it."""
@@ -384,6 +388,11 @@ class Tokenizer:
 def _everything(allowed: Names, disallowed: Names) -> bool:
     """Whether every special token becomes its id, which the core does by itself."""
     return allowed == "all" and (disallowed == "all" or not disallowed)
+
+
+def _utf8(text: str | bytes) -> bytes:
+    with _clear_errors():
+        return text.encode() if isinstance(text, str) else text
 
 
 @contextmanager
