@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from groundup.parallel.processes import (
     connect,
     disconnect,
     first_host,
+    is_lost_peer,
     local_device,
     meeting_point,
     nccl_variables,
@@ -101,6 +103,33 @@ def test_devices(monkeypatch):
         local_device("cuda", World(5, 8, 5))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # one visible device a task
     assert local_device("cuda", World(6, 8, 2)) == torch.device("cuda", 0)
+
+
+def meet_on_one_gpu():
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"GPU-{device}")
+    world = this_world()
+    connect(world, local_device("cuda", world), start_timeout=60)
+
+
+def test_two_processes_on_one_gpu_are_refused():
+    with pytest.raises(UserError, match="ranks 0 and 1 have the same GPU"):
+        spawn(meet_on_one_gpu, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "lost"),
+    [
+        (torch.distributed.DistBackendError, "NCCL error in: NCCLUtils.cpp:94, remote process exited", True),
+        (torch.distributed.DistBackendError, "NCCL error in: NCCLUtils.cpp:94, invalid usage\nDuplicate GPU", False),
+        (RuntimeError, "[pair.cc:553] Connection closed by peer", True),
+        (RuntimeError, "mat1 and mat2 shapes cannot be multiplied", False),
+        (OSError, "timed out", False),
+    ],
+)
+def test_what_a_lost_rank_looks_like(kind, text, lost):
+    assert is_lost_peer(kind(text)) == lost
 
 
 def test_nccl_variables_name_multicast():

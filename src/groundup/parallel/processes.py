@@ -206,7 +206,7 @@ def connect(
         )
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefixed = dist.PrefixStore(f"groundup/{attempt}{name}", store)
-        _wait_for_all(prefixed, world, start_timeout)
+        _meet(prefixed, world, start_timeout, device)
         usual = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend or usual,
@@ -222,14 +222,21 @@ def connect(
     return chosen
 
 
-def _wait_for_all(store: Any, world: World, timeout: float) -> None:
-    """Name the rank that does not come, instead of the store's key."""
-    store.set(f"here/{world.rank}", "1")
+def _meet(store: Any, world: World, timeout: float, device: torch.device) -> None:
+    """Wait for all. Name the rank that does not come, instead of the store's key; refuse two on one GPU, of which NCCL
+    tells late and in its own words.
+    """
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    store.set(f"here/{world.rank}", gpu)
+    seen: dict[str, int] = {}
     for rank in range(world.size):
         try:
             store.wait([f"here/{rank}"], timedelta(seconds=timeout))
         except dist.DistStoreError:
             raise RuntimeError(f"rank {rank} did not start within {timeout:g} s (parallel.start_timeout)") from None
+        other = seen.setdefault(store.get(f"here/{rank}").decode() or str(rank), rank)
+        if other != rank:
+            raise RuntimeError(f"ranks {other} and {rank} have the same GPU; start one process a GPU")
 
 
 @contextmanager
@@ -276,6 +283,7 @@ _LOST = ("connection closed by peer", "timed out", "timeout", "connection reset"
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether `error` is what a collective raises when another rank has gone or does not answer."""
-    if isinstance(error, dist.DistError):
-        return True
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _LOST)
+    text = str(error).lower()
+    if not isinstance(error, RuntimeError) or "invalid usage" in text:  # NCCL's word for a mistake of the caller's
+        return False
+    return isinstance(error, dist.DistError) or any(word in text for word in _LOST)
