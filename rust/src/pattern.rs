@@ -109,8 +109,8 @@ impl Cutter {
 
     /// The last place where a text that goes on may be cut.
     pub fn last_cut(&self, text: &[u8]) -> Option<usize> {
-        // A character or a special token that begins later than this might not be complete yet.
-        let visible = (text.len() + 1).saturating_sub(self.specials.longest().max(4));
+        // The four bytes behind a cut tell the character there; a special token that covers it is complete by then.
+        let visible = (text.len() + 1).saturating_sub(self.specials.longest().max(5));
         (1..=visible).rev().find(|&at| self.is_cut(text, at))
     }
 }

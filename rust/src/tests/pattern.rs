@@ -13,3 +13,14 @@ fn any_expression_loses_nothing() {
     assert_eq!(cut(&pattern, b"ab12\xFF\xFFc3"), [&b"ab"[..], b"12", b"\xFF", b"\xFF", b"c", b"3"]);
     assert!(Pattern::new("(").is_err());
 }
+
+/// A part may end inside a character: what is cut off the text must hold whatever follows.
+#[test]
+fn an_unfinished_character_is_no_place_to_cut() {
+    for (pattern, text) in [("gpt2", "a𝐀"), ("gpt2", "1𝟏"), ("cl100k", "1𝟏"), ("llama3", "a𝐀")] {
+        let cutter = Cutter::new(pattern, &[]).unwrap();
+        for size in 0..text.len() {
+            assert_eq!(cutter.last_cut(&text.as_bytes()[..size]), None, "{text}, {size} bytes");
+        }
+    }
+}
