@@ -16,6 +16,8 @@
 
 set -u
 export OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"
+# From 22.05 on srun no longer takes the number from the job.
+export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 
 # --kill-on-bad-exit: when a rank dies, the others do not wait for it until parallel.timeout.
 srun --kill-on-bad-exit=1 groundup train --resume "$@"
