@@ -3,6 +3,7 @@
 import json
 import math
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from PIL import Image
 from tiny_runs import read_metrics, tiny_config, write_tokens
 
 from groundup.cli import main
+from groundup.config import dump_toml
 from groundup.errors import UserError
 from groundup.report.lr_range import plot_lr_range
 from groundup.train import lr_range as module
@@ -143,3 +145,23 @@ def test_the_command_writes_picture_and_json_and_leaves_a_run_alone(
     assert "starting from step 12" in err
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_a_run_of_several_processes_is_a_start(tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Its batch is that of two processes; one takes the pieces of both."""
+    train(tiny_config(tokens, steps=3, eval_every=0), tmp_path / "run")
+    saved = tiny_config(tokens, steps=3, eval_every=0, micro_batch_size=2, global_batch_size=4)
+    saved = replace(saved, train=replace(saved.train, grad_accumulation=1))
+    (tmp_path / "run" / "config.toml").write_text(dump_toml(saved))
+    words = ["--start", tmp_path / "run", "--sweep", 12, "--highest", 0.1, "--plot", tmp_path / "p.png", "--json"]
+    assert main(["lr-range", *map(str, words)]) == 0, capsys.readouterr().err
+    assert len(json.loads(capsys.readouterr().out)["rates"]) == 12
+
+
+def test_several_processes_are_refused_in_a_line(
+    tokens: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["lr-range", "--data", str(tokens)]) == 2
+    assert "a range test is one process" in capsys.readouterr().err

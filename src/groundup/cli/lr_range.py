@@ -10,6 +10,7 @@ from groundup.cli.output import note, show
 from groundup.cli.run_config import parse_run
 from groundup.cli.train import resolved
 from groundup.config import RunConfig
+from groundup.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,14 @@ class Args:
 
 def main(argv: list[str], prog: str) -> int:
     args = parse_run(Args, argv, prog, lambda first: first.start / "config.toml" if first.start else None)
-    config = resolved(_with_length(args.run, args.sweep))
+    from groundup.parallel.processes import this_world
+
+    if this_world().size > 1:
+        raise UserError("a range test is one process: run it on one GPU, with the batch of one step")
+    from groundup.train.resume import at_world_size
+
+    given = at_world_size(args.run, 1) if args.start else args.run  # a run's batch is that of its processes
+    config = resolved(_with_length(given, args.sweep))
     from groundup.report.lr_range import plot_lr_range
     from groundup.report.plots import check_png
     from groundup.train import load_run
