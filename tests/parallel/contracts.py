@@ -533,6 +533,38 @@ def fsdp_keeps_frozen_weights_until_backward_has_read_them():
 
 
 @check
+def fsdp_accumulates_where_a_rank_uses_no_sharded_layer():
+    """Rank 0 alone uses the layers but in the last of three micro-batches, the first two in one `no_sync`."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.gain, self.layers = nn.Parameter(torch.ones(4)), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, x: Tensor, use_layers: bool) -> Tensor:
+            for layer in self.layers if use_layers else ():
+                x = torch.tanh(layer(x))
+            return x * self.gain
+
+    def loss(model: nn.Module, rank: int, index: int) -> Tensor:
+        return model(torch.full((1, 4), 1.0 + rank + index), rank == 0 or index == 2).sum()
+
+    engine, net, rank, world = FSDP(Scaled(), average=False), Scaled(), dist.get_rank(), dist.get_world_size()
+    with engine.no_sync():
+        loss(engine, rank, 0).backward()
+        loss(engine, rank, 1).backward()
+    loss(engine, rank, 2).backward()
+    engine.finish_gradient_synchronization()
+    sum(loss(net, other, index) for other in range(world) for index in range(3)).backward()
+    torch.testing.assert_close(engine.module.gain.grad, net.gain.grad)
+    truth = dict(net.named_parameters())
+    for unit in engine.units:
+        for index, name in enumerate(unit.names):
+            torch.testing.assert_close(unit.pieces[index].grad, unit.cut(index, truth[name].grad))
+
+
+@check
 def fsdp_loads_whole_weights_by_name():
     model = lm()
     engine = FSDP(model, units=units(model))

@@ -90,6 +90,8 @@ class FSDP(DataParallel):
         # ranks that know different ones would wait for each other.
         self._reduce_group = dist.new_group(ranks, use_local_synchronization=self.group is not None)
         self._in_backward = False
+        self._awaits_drain = False
+        """Whether a forward pass has ended that a backward may follow: on every rank alike, whatever layers it uses."""
         self._gathered = 0
         """Units gathered in this forward pass, in order."""
         self._to_gather = self._to_scatter = -1
@@ -115,7 +117,7 @@ class FSDP(DataParallel):
 
     def _begin(self) -> None:
         """A forward pass starts."""
-        if self._in_backward:
+        if self._awaits_drain:
             self._drain()  # a backward under no_sync came before
         for unit in self.units:
             unit.is_scattered = False
@@ -159,6 +161,7 @@ class FSDP(DataParallel):
             else:
                 unit.free()
         self._to_gather = self._to_scatter = len(self.units) - 1
+        self._awaits_drain = torch.is_grad_enabled()
 
     def _gather_up_to(self, last: int) -> None:
         while self._gathered <= min(last, len(self.units) - 1):
@@ -207,7 +210,7 @@ class FSDP(DataParallel):
         for unit in self.units:
             if unit.is_whole:
                 unit.free()
-        self._in_backward = False
+        self._in_backward = self._awaits_drain = False
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
