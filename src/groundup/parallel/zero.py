@@ -194,6 +194,11 @@ class ShardedDDP(HookedDDP):
         """Take over the optimizer's lines, where it has new ones: in the order in which backward completes them."""
         if len(self.buckets) == len(self.optimizer.lines):
             return
+        if self._arrived:
+            raise RuntimeError(
+                "the optimizer got a parameter group while gradients are being reduced; "
+                "call add_param_group() after finish_gradient_synchronization()"
+            )
         position = {p: i for i, p in enumerate(self.params)}
         first = {id(line): min(position.get(p, 1 << 60) for p in line.params) for line in self.optimizer.lines}
         self._set_buckets(sorted(self.optimizer.lines, key=lambda line: -first[id(line)]))
