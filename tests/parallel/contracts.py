@@ -375,6 +375,28 @@ def parameter_lists_that_differ_are_refused():
     shapes = [(2, 3)] if dist.get_rank() == 0 else [(3, 2)]
     params = [nn.Parameter(torch.ones(shape)) for shape in shapes]
     raises(DisagreementError, "(3, 2)", lambda: ShardedOptimizer(params, AdamW))
+    for wrap in (ShardedOptimizer, WholeParameterOptimizer):
+        net = line_net()
+        before = [p.detach().clone() for p in net.parameters()]
+        optimizer = wrap(net.parameters(), torch.optim.SGD, lr=0.5)
+        with pytest.raises(DisagreementError, match=re.escape("(3, 2)")):
+            optimizer.add_param_group({"params": params})
+        give_gradients(net, 0)
+        optimizer.step()  # and the optimizer is what it was
+        for p, q in zip(net.parameters(), before, strict=True):
+            assert torch.equal(p, q - 0.5 * p.grad)
+
+
+@check
+def a_group_that_joins_while_gradients_are_reduced_is_refused():
+    net, x = line_net(), torch.ones(1, 5)
+    params = list(net.parameters())
+    optimizer = ShardedOptimizer(params[:4], torch.optim.SGD, lr=0.5)
+    model = ShardedDDP(net, optimizer)
+    model(x).sum().backward()
+    optimizer.add_param_group({"params": params[4:]})
+    raises(RuntimeError, "add_param_group() after finish", model.finish_gradient_synchronization)
+    raises(RuntimeError, "add_param_group() after finish", lambda: model(x))
 
 
 @check

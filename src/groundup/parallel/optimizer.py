@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from groundup.parallel.agree import check_same
+from groundup.parallel.agree import DisagreementError, check_same
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -29,7 +29,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         rows = [[str(i), list(p.shape), str(p.dtype), True] for i, p in enumerate(group["params"])]
-        check_same(rows, "parameter", self.group)
+        try:
+            check_same(rows, "parameter", self.group)
+        except DisagreementError:
+            self.param_groups.pop()
+            raise
         own = {**options_of(group), "params": self._own_part(group["params"], group)}
         if self.inner is None:
             self._first_groups.append(own)
