@@ -79,6 +79,22 @@ def test_weight_gradient_is_summed_in_float32_over_chunks(monkeypatch):
     assert (ours.double() - truth).norm() / truth.norm() < 6e-3
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("weight_type", [torch.float16, torch.float32])
+def test_float16_gradients_are_divided_after_the_loss_scale(compiled: bool, weight_type: torch.dtype):
+    """One over 2¹⁹ tokens is nothing in float16, and 2¹⁷ over 2¹⁹ is fine: the scale has to come in first."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(64, 64).half().requires_grad_(), (torch.randn(512, 64) / 8).to(weight_type).requires_grad_()
+    targets = torch.randint(0, 512, (64,))
+    function = torch.compile(linear_cross_entropy, backend="aot_eager") if compiled else linear_cross_entropy
+    ours = torch.autograd.grad(2**17 * function(x, weight, targets, 2**19), (x, weight))
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    theirs = torch.autograd.grad(2**17 * eager(*wide, targets, 2**19, 0.0, 0.0), wide)
+    for a, b, leaf in zip(ours, theirs, (x, weight), strict=True):
+        assert a.dtype == leaf.dtype
+        assert (a.double() - b).norm() / b.norm() < 1e-3
+
+
 def test_all_ignored_gives_zero():
     x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
     loss = linear_cross_entropy(x, weight, torch.full((6,), -100))

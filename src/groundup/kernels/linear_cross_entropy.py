@@ -103,7 +103,7 @@ def rows_in_place(
     """Write each row's loss into `losses` and, with `grads`, its gradient over `logits`, in one Triton launch.
 
     Columns from `vocab` on are padding: they take no probability, and their gradient is 0. Gradients come divided by
-    `n_valid`, except in float16, whose range that would leave.
+    `n_valid` where `divides_early` says so.
     """
     from groundup.kernels.linear_cross_entropy_triton import loss_kernel
 
@@ -127,14 +127,18 @@ def with_padding(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def divides_early(dtype: torch.dtype) -> bool:
-    """Whether the gradients of logits of this type can be divided by the number of tokens before they are rounded."""
+    """Whether gradients of this type can be divided by the number of tokens before they are rounded.
+
+    In float16 that would leave the range: there the backward divides, after the loss scale has come in.
+    """
     return dtype != torch.float16
 
 
 def scale_in_place(x: Tensor, factor: Tensor, triton: bool) -> None:
     """x *= factor (a scalar on the device); the kernel spends nothing where it is 1."""
     if not triton:
-        x.mul_(factor)
+        # A product with a tensor of no dimension would round the factor to half precision first.
+        x.copy_(at_least_float32(x) * factor) if x.dtype != wide_type(x) else x.mul_(factor)
         return
     from groundup.kernels.linear_cross_entropy_triton import scale_in_place_kernel
 
@@ -166,12 +170,20 @@ def narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:
     return narrow
 
 
+def kept_type(x: Tensor, weight: Tensor) -> torch.dtype:
+    """The type of dW until the backward."""
+    return weight.dtype if divides_early(x.dtype) else wide_type(x)
+
+
 @torch.library.custom_op("groundup::linear_cross_entropy", mutates_args=())
 def forward_op(
     x: Tensor, weight: Tensor, targets: Tensor, n_valid: Tensor, z_loss: float, softcap: float,
     need_x: bool, need_weight: bool, triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(loss, dX, dW): the gradients of Σ losses / n_valid, in the types of x and weight; empty where not needed."""
+    """(loss, dX, dW): the gradients of Σ losses / n_valid, in the types of x and weight; empty where not needed.
+
+    For x in float16 the gradients are those of Σ losses (see divides_early), and dW stays in float32.
+    """
     (n_tokens, width), vocab = x.shape, weight.shape[0]
     head = with_padding(weight, x.dtype) if triton else weight.to(x.dtype)
     losses = x.new_zeros(n_tokens, dtype=wide_type(x))
@@ -194,10 +206,7 @@ def forward_op(
         if need_weight:
             add_product(d_weight, logits, x[chunk], beta=int(first > 0))
         del logits
-    if not divides_early(x.dtype):
-        d_x.div_(n_valid)
-        d_weight.div_(n_valid)
-    return losses.sum() / n_valid, d_x, narrowed(d_weight[:vocab], weight.dtype)
+    return losses.sum() / n_valid, d_x, narrowed(d_weight[:vocab], kept_type(x, weight))
 
 
 @forward_op.register_fake
@@ -207,14 +216,14 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     loss = x.new_empty((), dtype=wide_type(x))
     d_x = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else x.new_empty(0)
-    d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if need_weight else weight.new_empty(0)
+    d_weight = weight.new_empty(weight.shape if need_weight else 0, dtype=kept_type(x, weight))
     return loss, d_x, d_weight
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
     loss, d_x, d_weight = output
-    ctx.save_for_backward(d_x, d_weight, torch.ones_like(loss))
-    ctx.needs, ctx.triton = inputs[6:8], inputs[8]
+    ctx.save_for_backward(d_x, d_weight, inputs[3], torch.ones_like(loss))
+    ctx.needs, ctx.triton, ctx.weight_type = inputs[6:8], inputs[8], inputs[1].dtype
     ctx.mark_non_differentiable(d_x, d_weight)
     # Else backward would be handed zeros in the place of these two outputs' gradients: as much memory once more.
     ctx.set_materialize_grads(False)
@@ -227,17 +236,20 @@ def _differentiate(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None,
     """
     if torch.is_grad_enabled():
         raise RuntimeError("linear_cross_entropy has no second derivative; compute the logits for that")
-    d_x, d_weight, scale = ctx.saved_tensors
+    d_x, d_weight, n_valid, scale = ctx.saved_tensors
+    if not divides_early(d_x.dtype):
+        d_loss = d_loss / n_valid
     if type(d_x) is not Tensor:
         # Being traced: a graph has no in-place steps, and its compiler reuses dead memory by itself.
-        return d_x * d_loss if ctx.needs[0] else None, d_weight * d_loss if ctx.needs[1] else None, *(None,) * 7
+        d_x, d_weight = ((at_least_float32(d) * d_loss).to(d.dtype) for d in (d_x, d_weight))
+        return d_x if ctx.needs[0] else None, d_weight.to(ctx.weight_type) if ctx.needs[1] else None, *(None,) * 7
     factor = d_loss / scale
     # Nothing that autograd should call modified: the next backward accounts for it through `scale`.
     with torch.autograd._unsafe_preserve_version_counter((d_x, d_weight, scale)):
         scale_in_place(d_x, factor, ctx.triton)
         scale_in_place(d_weight, factor, ctx.triton)
         scale.copy_(d_loss)
-    return d_x if ctx.needs[0] else None, d_weight if ctx.needs[1] else None, *(None,) * 7
+    return d_x if ctx.needs[0] else None, d_weight.to(ctx.weight_type) if ctx.needs[1] else None, *(None,) * 7
 
 
 forward_op.register_autograd(_differentiate, setup_context=_save)
