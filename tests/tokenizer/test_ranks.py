@@ -1,5 +1,6 @@
 """tiktoken's vocabularies and objects, and those of Hugging Face, made from ours and read into ours."""
 
+import itertools
 import random
 import sys
 
@@ -63,6 +64,37 @@ def test_unusable_ranks(tmp_path):
     reordered = {**{i: bytes([i]) for i in range(256)}, 256: b"cd", 257: b"ab"}
     with pytest.raises(UserError, match="do not follow the order"):
         Tokenizer(reordered, [(b"a", b"b"), (b"c", b"d")]).to_tiktoken()
+
+
+BYTES = [bytes([byte]) for byte in range(256)]
+
+
+@settings(max_examples=200)
+@given(st.lists(st.text("abc", min_size=2, max_size=4), max_size=8, unique=True), st.data())
+def test_what_tiktoken_cannot_express_is_refused_and_all_else_gives_its_ids(words, data):
+    """Vocabularies with tokens that no merge makes, or that their merges make in no text."""
+    tokens = [*BYTES, *map(str.encode, words)]
+    ways = {t: [(t[:cut], t[cut:]) for cut in range(1, len(t)) if {t[:cut], t[cut:]} <= set(tokens)] for t in tokens}
+    merges = [data.draw(st.sampled_from(ways[token])) for token in tokens if ways[token] and data.draw(st.booleans())]
+    ours = Tokenizer(dict(enumerate(tokens)), merges)
+    texts = ["".join(letters) for size in range(1, 7) for letters in itertools.product("abc", repeat=size)]
+    theirs = tiktoken.Encoding("x", pat_str=GPT2_PATTERN, mergeable_ranks=dict(zip(tokens, range(999), strict=False)),
+                               special_tokens={})  # fmt: skip
+    try:
+        live = ours.to_tiktoken()
+    except UserError:
+        assert any(theirs.encode(text) != ours.encode(text) for text in texts)
+    else:
+        assert [live.encode(text) for text in texts] == [ours.encode(text) for text in texts]
+
+
+def test_tokens_that_no_merge_makes_are_refused_where_tiktoken_would_make_them(tmp_path):
+    for call in (Tokenizer.to_tiktoken, lambda tokenizer: tokenizer.save_ranks(tmp_path / "x.tiktoken")):
+        with pytest.raises(UserError, match="do not make the token b'ab'"):
+            call(Tokenizer(dict(enumerate([*BYTES, b"ab"])), []))
+    ranks = {token: rank for rank, token in enumerate([*BYTES, b"bc", b"ab", b"abcd", b"\x81ab\xc3"])}
+    ours = Tokenizer.from_ranks(ranks)
+    assert ours.to_tiktoken().encode("abcd ab abc") == ours.encode("abcd ab abc")
 
 
 def test_a_missing_package_is_named(monkeypatch):

@@ -16,6 +16,7 @@ import pytest
 from texts import END, PROSE, gpt2, train_on
 
 from groundup import _core
+from groundup.errors import UserError
 from groundup.tokenizer import Tokenizer, reference
 from groundup.tokenizer.byte_level import to_characters
 
@@ -114,7 +115,12 @@ def test_a_special_token_spelled_like_an_ordinary_one_is_said_to_be_lost_in_the_
     tokenizer = Tokenizer({b: bytes([b]) for b in range(256)}, [], ["a", "Ġ"])
     with pytest.warns(UserWarning, match="special tokens 'a', 'Ġ' are spelled like ordinary tokens"):
         tokenizer.save(tmp_path / "out")
+    with pytest.warns(UserWarning, match="special tokens 'a', 'Ġ' are spelled like ordinary tokens"):
+        tokenizer.save_json(tmp_path / "a.json")
     assert Tokenizer.load(tmp_path / "out").fingerprint == tokenizer.fingerprint
+    assert Tokenizer.load(tmp_path / "a.json").fingerprint == tokenizer.fingerprint
+    with pytest.raises(UserError, match="special token 'a' is spelled like an ordinary one"):
+        tokenizer.to_hf()
 
 
 def test_many_special_tokens_are_found_as_the_definition_says():

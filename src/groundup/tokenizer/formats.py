@@ -8,11 +8,10 @@ The pair of files has no place for a pattern other than GPT-2's and the like; th
 `merges.txt`, after `#version: 0.2`, where other readers skip them.
 """
 
-import base64
 import json
 import warnings
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from json.encoder import encode_basestring as _quoted
 from pathlib import Path
 from typing import Any
@@ -93,57 +92,6 @@ def ranked_merges(parts: Parts) -> tuple[list[tuple[int, int, int]], list[int]]:
                 f"merge {len(ranked)} ({left!r}, {right!r}) needs the token {error}, which the vocabulary lacks"
             ) from error
     return ranked, merged
-
-
-def read_ranks(path: Path) -> dict[bytes, int]:
-    """A tiktoken rank file: a line a token, base64 and rank."""
-    ranks: dict[bytes, int] = {}
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    for number, line in enumerate(lines, 1):
-        try:
-            if line:
-                token, rank = line.split()
-                ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except ValueError as error:
-            raise UserError(f"{path}: line {number} is not a base64 token and a rank") from error
-    return ranks
-
-
-def parts_of_ranks(ranks: dict[bytes, int], special_tokens: dict[str, int], pattern: str) -> Parts:
-    """tiktoken merges two tokens whenever together they are a token, the one of the lowest rank first: every way to
-    split a token in two is a merge."""
-    vocab = {rank: token for token, rank in ranks.items()}
-    if len(vocab) < len(ranks):
-        raise UserError("two tokens have the same rank: ranks must be distinct")
-    for name, number in special_tokens.items():
-        if number in vocab:
-            raise UserError(f"special token {name!r} has the id {number}, which is the rank of a token")
-    merges = [
-        (token[:cut], token[cut:])
-        for _, token in sorted(vocab.items())
-        for cut in range(1, len(token))
-        if token[:cut] in ranks and token[cut:] in ranks
-    ]
-    vocab.update({number: name.encode() for name, number in special_tokens.items()})
-    return Parts(vocab, merges, dict(special_tokens), pattern, whole_pieces=True, tied_ranks=True)
-
-
-def mergeable_ranks(parts: Parts) -> dict[bytes, int]:
-    """tiktoken's form: ids as ranks. UserError if ids are not in the order of the merges."""
-    ids = token_ids(parts)
-    made = [ids[left + right] for left, right in parts.merges]
-    if any(first > second for first, second in pairwise(made)):
-        raise UserError("the ids do not follow the order of the merges: tiktoken cannot express this vocabulary")
-    return dict(sorted(ids.items(), key=lambda item: item[1]))
-
-
-def rank_lines(parts: Parts) -> bytes:
-    """The content of a tiktoken rank file."""
-    ranks = mergeable_ranks(parts)
-    return b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items())
 
 
 def token_ids(parts: Parts) -> dict[bytes, int]:
@@ -227,18 +175,28 @@ def _vocab_text(vocab: dict[str, int]) -> str:
     return f"{{{lines}}}"
 
 
+def spelled_alike(parts: Parts) -> list[str]:
+    """The special tokens to which Hugging Face's programs give the id of an ordinary token, as both are one string in
+    its files; ours tell them apart."""
+    ids = token_ids(parts)
+    return [name for name in parts.special_tokens if set(name) <= BYTE_OF.keys() and to_bytes(name) in ids]
+
+
+def warn_of_alike(parts: Parts) -> None:
+    if alike := spelled_alike(parts):
+        warnings.warn(
+            f"the special tokens {', '.join(map(repr, alike))} are spelled like ordinary tokens: "
+            "other programs may confuse them, and vocab.json leaves them out",
+            stacklevel=3,
+        )
+
+
 def write_files(parts: Parts, directory: Path) -> None:
     """Write the three files into an existing directory."""
     spelled = _spelled(parts)
-    ids, vocab = token_ids(parts), _vocab(parts, spelled)
+    vocab = _vocab(parts, spelled)
     merges = [(spelled[left], spelled[right]) for left, right in parts.merges]
-    alike = [name for name in parts.special_tokens if set(name) <= BYTE_OF.keys() and to_bytes(name) in ids]
-    if alike:
-        warnings.warn(
-            f"the special tokens {', '.join(map(repr, alike))} are spelled like ordinary tokens in these files: "
-            "vocab.json leaves them out, and other programs may confuse them",
-            stacklevel=3,
-        )
+    alike = spelled_alike(parts)
     more: dict[str, Any] = {} if parts.pattern == "gpt2" else {"pattern": parts.pattern}
     more |= {"ignore_merges": True} if parts.whole_pieces else {}
     more |= {"tied_ranks": True} if parts.tied_ranks else {}

@@ -19,6 +19,7 @@ from groundup.tokenizer import formats
 from groundup.tokenizer.allowed import Names, allowed_names, split_at
 from groundup.tokenizer.decoding import decode_offsets, decode_stream, readable
 from groundup.tokenizer.normal import nfc, nfc_chunks
+from groundup.tokenizer.ranks import mergeable_ranks, parts_of_ranks, rank_lines, read_ranks
 from groundup.tokenizer.training import (
     Options,
     Progress,
@@ -165,9 +166,9 @@ class Tokenizer:
         pattern: str = "cl100k",
     ) -> "Tokenizer":
         """A tiktoken vocabulary: tokens and their ranks, as a dictionary or a `.tiktoken` file."""
-        table = ranks if isinstance(ranks, dict) else formats.read_ranks(Path(ranks))
+        table = ranks if isinstance(ranks, dict) else read_ranks(Path(ranks))
         check_special_tokens(list(special_tokens or {}))
-        return cls._from_parts(formats.parts_of_ranks(table, special_tokens or {}, formats.pattern_name(pattern)))
+        return cls._from_parts(parts_of_ranks(table, special_tokens or {}, formats.pattern_name(pattern)))
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Tokenizer":
@@ -176,16 +177,18 @@ class Tokenizer:
 
     def save(self, directory: str | os.PathLike) -> None:
         """Write `tokenizer.json`, `vocab.json` and `merges.txt`; an existing directory is replaced at the end."""
+        formats.warn_of_alike(self._parts)
         with directory_written_aside(Path(directory)) as aside:
             formats.write_files(self._parts, aside)
 
     def save_json(self, path: str | os.PathLike) -> None:
         """Write `tokenizer.json` alone."""
+        formats.warn_of_alike(self._parts)
         write_atomic(Path(path), formats.json_text(self._parts))
 
     def save_ranks(self, path: str | os.PathLike) -> None:
         """Write a tiktoken rank file (special tokens and pattern are not part of that format)."""
-        write_atomic(Path(path), formats.rank_lines(self._parts))
+        write_atomic(Path(path), rank_lines(self._parts))
 
     def to_tiktoken(self, name: str = "groundup") -> "tiktoken.Encoding":
         """The same vocabulary as an object of tiktoken."""
@@ -195,12 +198,14 @@ class Tokenizer:
         return tiktoken.Encoding(
             name,
             pat_str=formats.expression_of(self.pattern),
-            mergeable_ranks=formats.mergeable_ranks(self._parts),
+            mergeable_ranks=mergeable_ranks(self._parts),
             special_tokens=self.special_tokens,
         )
 
     def to_hf(self) -> "tokenizers.Tokenizer":
         """The same vocabulary as an object of Hugging Face's tokenizers."""
+        if alike := formats.spelled_alike(self._parts):
+            raise UserError(f"to_hf: the special token {alike[0]!r} is spelled like an ordinary one: rename it")
         tokenizers = optional_package("tokenizers", "to_hf")
         return tokenizers.Tokenizer.from_str(formats.json_text(self._parts))
 
