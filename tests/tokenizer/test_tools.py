@@ -1,5 +1,8 @@
 """What info, compare and profile report, against plain counts."""
 
+import gzip
+import json
+import lzma
 import os
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from groundup.tokenizer import Tokenizer
 from groundup.tokenizer.compare import compare
 from groundup.tokenizer.info import Node, count_tokens, describe, draw, merge_trees, shown
 from groundup.tokenizer.profile import profile_core, profile_ladder
+from groundup.tokenizer.sources import blocks
 
 
 def check(node: Node, tokenizer: Tokenizer) -> None:
@@ -76,7 +80,7 @@ def test_description_of_gpt2(tmp_path):
 
 
 def test_counting_a_file_streams_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("groundup.tokenizer.info.BLOCK_BYTES", 7)
+    monkeypatch.setattr("groundup.tokenizer.sources.BLOCK", 7)
     (tmp_path / "text.txt").write_text(PROSE * 3)
     assert count_tokens(gpt2(), tmp_path / "text.txt") == (len(PROSE.encode()) * 3, len(gpt2().encode(PROSE * 3)))
     (tmp_path / "empty.txt").touch()
@@ -85,6 +89,43 @@ def test_counting_a_file_streams_it(tmp_path, monkeypatch):
             count_tokens(gpt2(), tmp_path / name)
         with pytest.raises(UserError, match=message):
             compare([gpt2_folder()], [tmp_path / name])
+
+
+def test_packed_files_and_json_lines_count_their_texts(tmp_path):
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in (PROSE, "", "don", "'t"))
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(PROSE.encode() * 200))
+    (tmp_path / "b.jsonl").write_text(lines)
+    (tmp_path / "c.jsonl.xz").write_bytes(lzma.compress(lines.encode()))
+    whole = len(PROSE.encode()) * 200, len(gpt2().encode(PROSE * 200))
+    several = len(PROSE.encode()) + 5, sum(len(gpt2().encode(text)) for text in (PROSE, "don", "'t"))
+    files = [tmp_path / name for name in ("a.txt.gz", "b.jsonl", "c.jsonl.xz")]
+    rows = compare([gpt2_folder()], files)
+    for file, row, expected in zip(files, rows, [whole, several, several], strict=False):
+        assert count_tokens(gpt2(), file) == (row["bytes"], row["cells"][0]["tokens"]) == expected
+    (tmp_path / "d.gz").write_bytes(gzip.compress(b""))
+    (tmp_path / "e.jsonl").write_text('{"text": ""}\n')
+    for name in ("d.gz", "e.jsonl"):
+        with pytest.raises(UserError, match="is empty"):
+            count_tokens(gpt2(), tmp_path / name)
+
+
+def test_a_packed_file_that_cannot_be_read_is_named_and_the_callers_errors_are_not_the_files(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "abc"}'))
+
+    def broken(*_):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    with pytest.raises(BrokenPipeError):
+        list(blocks(path, broken))
+
+    def refusing(*_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("groundup.tokenizer.sources.open", refusing, raising=False)
+    for call in (count_tokens, lambda _, path: Tokenizer.train([path], 300)):
+        with pytest.raises(UserError, match=r"a\.jsonl\.gz: cannot be read \(Permission denied\)"):
+            call(gpt2(), path)
 
 
 def test_comparison_counts_tokens_and_adds_up(tmp_path):

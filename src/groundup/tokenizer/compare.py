@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from groundup.tokenizer.info import blocks
+from groundup.tokenizer.info import texts
 from groundup.tokenizer.tokenizer import Tokenizer
 
 
@@ -17,20 +17,20 @@ def compare(paths: Sequence[Path], files: Sequence[Path]) -> list[dict[str, Any]
     """One row a file, and one for all files together, with a cell for each tokenizer in the order of `paths`."""
     rows: list[dict[str, Any]] = []
     for file in files:
-        text = b"".join(blocks(file))
-        cells = [_measure(path, text) for path in paths]
-        rows.append({"file": file.name, "bytes": len(text), "cells": cells})
+        found = [b"".join(text) for text in texts(file)]
+        cells = [_measure(path, found) for path in paths]
+        rows.append({"file": file.name, "bytes": sum(map(len, found)), "cells": cells})
     if len(rows) > 1:
         rows.append(_total(rows))
     return rows
 
 
-def _measure(path: Path, text: bytes) -> dict[str, Any]:
+def _measure(path: Path, found: Sequence[bytes]) -> dict[str, Any]:
     tokenizer = Tokenizer.load(path)
     tokenizer.encode_numpy("")  # imports numpy
     start = time.perf_counter()
-    tokens = len(tokenizer.encode_numpy(text))
-    return _cell(len(text), tokens, time.perf_counter() - start)
+    tokens = sum(len(tokenizer.encode_numpy(text)) for text in found)
+    return _cell(sum(map(len, found)), tokens, time.perf_counter() - start)
 
 
 def _cell(size: int, tokens: int, seconds: float) -> dict[str, Any]:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from groundup.errors import UserError
+from groundup.tokenizer.sources import blocks, is_json_lines
 from groundup.tokenizer.tokenizer import Tokenizer
-
-BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -70,31 +69,35 @@ def as_json(node: Node) -> dict[str, Any]:
     return found
 
 
-def blocks(path: Path) -> Iterator[bytes]:
-    """The file in blocks; UserError where it cannot be read or is empty."""
+def texts(path: Path) -> Iterator[Iterator[bytes]]:
+    """The texts of a file, each in blocks: of JSON lines, each line's; what is packed is unpacked, as in training.
+
+    UserError where the file cannot be read or holds nothing. A text must be used up before the next.
+    """
+    parts = _blocks(path)
+    yield from (iter([part]) for part in parts) if is_json_lines(path) else [parts]
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
     empty = True
-    try:
-        with open(path, "rb") as file:
-            while block := file.read(BLOCK_BYTES):
-                empty = False
-                yield block
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path") from error
+    for block, _ in blocks(path, lambda _: None):
+        empty = empty and not block
+        yield block.encode() if isinstance(block, str) else block
     if empty:
         raise UserError(f"{path}: the file is empty; name a file with text")
 
 
 def count_tokens(tokenizer: Tokenizer, path: Path) -> tuple[int, int]:
-    """(bytes, tokens) of a file, read in blocks."""
+    """(bytes, tokens) of a file's texts, read in blocks."""
     read = 0
 
-    def counted() -> Iterator[bytes]:
+    def counted(text: Iterator[bytes]) -> Iterator[bytes]:
         nonlocal read
-        for block in blocks(path):
+        for block in text:
             read += len(block)
             yield block
 
-    tokens = sum(1 for _ in tokenizer.encode_iterable(counted()))
+    tokens = sum(1 for text in texts(path) for _ in tokenizer.encode_iterable(counted(text)))
     return read, tokens
 
 

@@ -186,17 +186,24 @@ class JsonLines:
 def blocks(
     path: Path, read_bytes: Callable[[int], None], lines: JsonLines | None = None
 ) -> Iterator[tuple[bytes | str, bool]]:
-    """(block of text, does a document end here) of a packed file or one of JSON lines.
+    """(block of text, does a document end here) of a file, unpacked. UserError where it cannot be read.
 
     `read_bytes` is told how far the file on disk has been read. `lines`: how JSON lines are read.
     """
-    with open(path, "rb") as file, unpacked(file, path) as stream:
-        if is_json_lines(path):
-            for text in (lines or JsonLines(path)).texts(stream):
-                yield text, True
-                read_bytes(file.tell())
-            return
-        while block := stream.read(BLOCK):
-            read_bytes(file.tell())
-            yield block, False
-        yield b"", True
+    for text, ends, at in _blocks(path, lines or JsonLines(path)):
+        read_bytes(at)  # out here, where its errors are not taken for the file's
+        yield text, ends
+
+
+def _blocks(path: Path, lines: JsonLines) -> Iterator[tuple[bytes | str, bool, int]]:
+    try:
+        with open(path, "rb") as file, unpacked(file, path) as stream:
+            if is_json_lines(path):
+                for text in lines.texts(stream):
+                    yield text, True, file.tell()
+                return
+            while block := stream.read(BLOCK):
+                yield block, False, file.tell()
+            yield b"", True, file.tell()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
