@@ -4,6 +4,7 @@ import copy
 import re
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from groundup.bench.parallel import Setting, at_context, measure_step
-from groundup.config import ModelConfig, size
+from groundup.config import ModelConfig, ParallelConfig, size
 from groundup.model import TransformerLM, count_parameters
 from groundup.optim import AdamW, Muon
 from groundup.parallel.agree import DisagreementError, check_agreement
 from groundup.parallel.ddp import BucketedDDP, NaiveDDP, OverlapDDP, on_wire
-from groundup.parallel.engine import materialiser, units
+from groundup.parallel.engine import materialiser, parallelize, units
 from groundup.parallel.flat import Layout
 from groundup.parallel.fsdp import FSDP
 from groundup.parallel.torch_engines import TorchFSDP2
@@ -223,12 +224,19 @@ def disagreements_raise_on_every_rank_and_name_what_differs():
 @check
 def a_rank_that_does_not_come_is_named():
     store = dist.distributed_c10d._get_default_store()
+    wanted = ParallelConfig(optimizer="zero1", start_timeout=77.0)
+    _, optimizer = parallelize(lm(), wanted, lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    assert optimizer.timeout == 77.0
+    optimizer.timeout = 2.0
+    group = {"params": line_net().parameters()}
     if dist.get_rank() == 0:
         raises(DisagreementError, "rank 1 did not come", lambda: check_agreement(line_net(), timeout=2.0))
+        raises(DisagreementError, "parameters within 2 s", lambda: optimizer.add_param_group(group))
         store.set("rank 0 has given up", "1")
     else:
         store.wait(["rank 0 has given up"])
         check_agreement(line_net())
+        optimizer.add_param_group(group)
 
 
 @check
@@ -595,6 +603,14 @@ def fsdp_loads_whole_weights_by_name():
     engine.load_full_parameters(box[0].__getitem__)
     for name, value in engine.full_parameters():
         assert torch.equal(value, box[0][name]), name
+
+
+@check
+def fsdp_reduces_within_the_groups_timeout():
+    """That of the whole world, or of the group that shares; a new group would have the backend's."""
+    for group, seconds in ((None, 240), (dist.new_group(timeout=timedelta(seconds=77)), 77)):
+        backend = FSDP(line_net(), group=group)._reduce_group._get_backend(torch.device("cpu"))
+        assert backend.options._timeout == timedelta(seconds=seconds)
 
 
 @check

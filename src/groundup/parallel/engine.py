@@ -90,7 +90,7 @@ def parallelize(
             engine = TorchFSDP2(model, list(model.layers), compute_dtype, **common)
         now = dict(model.named_parameters())
         return engine, type(plain)([{**g, "params": [now[n] for n in g["params"]]} for g in groups], **extra)
-    optimizer = plain
+    optimizer, extra["timeout"] = plain, parallel.start_timeout
     if parallel.optimizer == "zero1" and isinstance(plain, Muon):
         optimizer = WholeParameterOptimizer(plain.param_groups, Muon, **extra)
     elif parallel.optimizer == "zero1":

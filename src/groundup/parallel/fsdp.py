@@ -85,10 +85,14 @@ class FSDP(DataParallel):
         self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
         self.params = list(self.names)
         self.replicated = [p for p in self.params if p not in self.pieces]
-        ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        sharing: Any = self.group or dist.group.WORLD
         # Local synchronisation, for a part of the world only: it names a group by how many groups this rank knows, and
         # ranks that know different ones would wait for each other.
-        self._reduce_group = dist.new_group(ranks, use_local_synchronization=self.group is not None)
+        self._reduce_group = dist.new_group(
+            dist.get_process_group_ranks(sharing),
+            sharing._get_backend(next(module.parameters()).device).options._timeout,  # else it has the backend's own
+            use_local_synchronization=self.group is not None,
+        )
         self._in_backward = False
         self._awaits_drain = False
         """Whether a forward pass has ended that a backward may follow: on every rank alike, whatever layers it uses."""

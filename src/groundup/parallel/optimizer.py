@@ -11,14 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from groundup.parallel.agree import DisagreementError, check_same
+from groundup.parallel.agree import START_TIMEOUT, DisagreementError, check_same
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """`optimizer_cls` over this rank's part of the parameters; used by all ranks alike."""
 
-    def __init__(self, params: Iterable[Any], optimizer_cls: type[torch.optim.Optimizer], options: dict[str, Any]):
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_cls: type[torch.optim.Optimizer],
+        options: dict[str, Any],
+        timeout: float = START_TIMEOUT,
+    ):
+        """`timeout`: seconds that ranks wait for each other to compare a parameter group."""
         self.inner: Any = None
+        self.timeout = timeout
         self._first_groups: list[dict[str, Any]] = []
         """The parameter groups of the optimizer inside, until it is there."""
         super().__init__(params, defaults_of(optimizer_cls, options))
@@ -30,7 +38,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         rows = [[str(i), list(p.shape), str(p.dtype), True] for i, p in enumerate(group["params"])]
         try:
-            check_same(rows, "parameter", self.group)
+            check_same(rows, "parameter", self.group, self.timeout)
         except DisagreementError:
             self.param_groups.pop()
             raise

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from groundup.parallel.agree import START_TIMEOUT
 from groundup.parallel.flat import on_cpu
 from groundup.parallel.optimizer import DistributedOptimizer, load_pieces
 
@@ -38,6 +39,7 @@ class WholeParameterOptimizer(DistributedOptimizer):
         optimizer_cls: type[torch.optim.Optimizer],
         *,
         group: Any = None,
+        timeout: float = START_TIMEOUT,
         **kwargs: Any,
     ):
         self.group = group
@@ -45,7 +47,7 @@ class WholeParameterOptimizer(DistributedOptimizer):
         self.owner: dict[nn.Parameter, int] = {}
         self.load = [0.0] * self.world_size
         """What each rank has to do, in units of update_cost."""
-        super().__init__(params, optimizer_cls, kwargs)
+        super().__init__(params, optimizer_cls, kwargs, timeout)
 
     def _own_part(self, params: list[nn.Parameter], group: dict[str, Any]) -> list[nn.Parameter]:
         for p in sorted(params, key=lambda p: -update_cost(p, group)):

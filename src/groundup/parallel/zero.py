@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from groundup.optim import AdamW
 from groundup.optim.clip import clip_factor, total_norm
+from groundup.parallel.agree import START_TIMEOUT
 from groundup.parallel.ddp import MB, HookedDDP, partition
 from groundup.parallel.flat import Line, cut_state, gathered_state
 from groundup.parallel.optimizer import DistributedOptimizer, load_pieces
@@ -94,6 +95,7 @@ class ShardedOptimizer(DistributedOptimizer):
         *,
         bucket_mb: float | None = 50.0,
         group: Any = None,
+        timeout: float = START_TIMEOUT,
         **kwargs: Any,
     ):
         if not issubclass(optimizer_cls, ELEMENTWISE):
@@ -107,7 +109,7 @@ class ShardedOptimizer(DistributedOptimizer):
         """Whether the pieces hold this step's gradients already."""
         self.overlapped = False
         """Whether somebody waits for the parameters in the next forward, so that `step` need not."""
-        super().__init__(params, optimizer_cls, kwargs)
+        super().__init__(params, optimizer_cls, kwargs, timeout)
 
     def _own_part(self, params: list[nn.Parameter], group: dict[str, Any]) -> list[nn.Parameter]:
         # Reverse order: about the order in which backward produces gradients.
