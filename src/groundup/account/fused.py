@@ -142,7 +142,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor) -> Tensor:
         d_weight = result("cast", weight.shape, weight.dtype, d_weight)
     # A large one stays within the memory of the float32 one.
     d_weight.dtype = weight.dtype
-    kept = [tape.save(t, "loss") for t in (d_x, d_weight, result("ones", (), "fp32", loss))]
+    kept = [tape.save(t, "loss") for t in (d_x, d_weight, result("count", (), "fp32", loss))]
 
     def backward(grad: Tensor) -> list[Tensor]:
         grads = [t.get() for t in kept][:2]

@@ -221,8 +221,8 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    loss, d_x, d_weight = output
-    ctx.save_for_backward(d_x, d_weight, inputs[3], torch.ones_like(loss))
+    _, d_x, d_weight = output
+    ctx.save_for_backward(d_x, d_weight, inputs[3])
     ctx.needs, ctx.triton, ctx.weight_type = inputs[6:8], inputs[8], inputs[1].dtype
     ctx.mark_non_differentiable(d_x, d_weight)
     # Else backward would be handed zeros in the place of these two outputs' gradients: as much memory once more.
@@ -232,23 +232,18 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> Non
 def _differentiate(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     """Scale the saved gradients in place: at the size of a vocabulary a second copy would be the peak of the step.
 
-    `scale` remembers what they were last scaled by, so a second backward over a retained graph is right as well.
+    Where the graph is kept, copies are scaled: what is handed out must not change at the next backward.
     """
     if torch.is_grad_enabled():
         raise RuntimeError("linear_cross_entropy has no second derivative; compute the logits for that")
-    d_x, d_weight, n_valid, scale = ctx.saved_tensors
-    if not divides_early(d_x.dtype):
-        d_loss = d_loss / n_valid
-    if type(d_x) is not Tensor:
-        # Being traced: a graph has no in-place steps, and its compiler reuses dead memory by itself.
-        d_x, d_weight = ((at_least_float32(d) * d_loss).to(d.dtype) for d in (d_x, d_weight))
-        return d_x if ctx.needs[0] else None, d_weight.to(ctx.weight_type) if ctx.needs[1] else None, *(None,) * 7
-    factor = d_loss / scale
-    # Nothing that autograd should call modified: the next backward accounts for it through `scale`.
-    with torch.autograd._unsafe_preserve_version_counter((d_x, d_weight, scale)):
+    d_x, d_weight, n_valid = ctx.saved_tensors
+    factor = d_loss if divides_early(d_x.dtype) else d_loss / n_valid
+    # Being traced counts as kept: a graph has no in-place steps, and its compiler reuses dead memory by itself.
+    if type(d_x) is not Tensor or torch._C._autograd._get_current_graph_task_keep_graph():
+        d_x, d_weight = ((at_least_float32(d) * factor).to(d.dtype) for d in (d_x, d_weight))
+    else:
         scale_in_place(d_x, factor, ctx.triton)
         scale_in_place(d_weight, factor, ctx.triton)
-        scale.copy_(d_loss)
     return d_x if ctx.needs[0] else None, d_weight.to(ctx.weight_type) if ctx.needs[1] else None, *(None,) * 7
 
 
