@@ -4,6 +4,7 @@ import getpass
 import json
 import os
 import socket
+import sys
 from importlib.util import find_spec
 
 import numpy as np
@@ -251,6 +252,41 @@ def test_attention_on_a_device_that_a_kernel_lacks_is_an_error_cell():
     (cell,) = tiny_cells("attention", implementation="flash-triton")
     assert cell["status"] == "error"
     assert "flash-triton" in cell["message"]
+
+
+@pytest.mark.parametrize(
+    ("forward", "deterministic", "kept"),
+    [(True, "no", {"forward", "backward", "total"}), (True, "yes", {"forward"}), (False, "no", None)],
+)
+def test_no_time_of_other_kernels_is_kept_as_flash_hoppers(forward, deterministic, kept, monkeypatch):
+    """Plain PyTorch in place of both families of kernels; which of them runs is attention()'s own choice."""
+    from groundup.kernels import flash_hopper, flash_triton
+
+    module = sys.modules["groundup.kernels.attention"]
+
+    def forward_of(q, k, v, rule):
+        out, lse = module.reference(q, k, v, rule, None)
+        return flash_triton.rows_first(*out.shape, like=q).copy_(out), lse
+
+    def backward_of(d_out, d_lse, q, k, v, *_):
+        return tuple(flash_triton.rows_first(*x.shape, like=x).zero_() for x in (q, k, v))
+
+    for kernels in (flash_hopper, flash_triton):
+        monkeypatch.setattr(kernels, "attention_forward", forward_of)
+        monkeypatch.setattr(kernels, "attention_backward", backward_of)
+    monkeypatch.setattr(module, "runs_triton", lambda x: True)
+    monkeypatch.setattr(flash_hopper, "obstacle", lambda *_: "")
+    monkeypatch.setattr(flash_hopper, "pays", lambda *_: forward)
+    (cell,) = tiny_cells("attention", implementation="flash-hopper", deterministic=deterministic)
+    if kept is None:
+        assert cell["status"] == "error"
+        assert "--implementation flash-triton measures what runs" in cell["message"]
+        return
+    assert {name[5:] for name, value in cell["metrics"].items() if name.startswith("time.") and value} == kept
+    assert ("backward" in cell["notes"]) == (deterministic == "yes")
+    assert flash_triton.attention_backward is backward_of
+    (plain,) = tiny_cells("attention", implementation="flash-triton")
+    assert plain["metrics"]["time.backward"]
 
 
 def test_step_measures_the_ways_of_computing():

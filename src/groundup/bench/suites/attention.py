@@ -3,10 +3,12 @@
 The course's first grid, the default: batch 8 without heads, d 16–128, N 256–16384; the eager reference materialises the
 (N, N) scores and is O(N²) in memory, so the grid's far corner runs out of memory on smaller GPUs, which is a result.
 Its FlashAttention grid is batch 1, causal, N 128–65536, d 16–128, bf16 and fp32, for the implementations that it names.
-What an implementation does not know (a width, a type, a device) ends as a cell with its error.
+What an implementation does not know (a width, a type, a device) ends as a cell with its error. flash-hopper leaves what
+its kernels do not do, or do slower, to flash-triton; such a time is never kept under its name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +22,9 @@ from groundup.bench.cells import Parameters
 from groundup.bench.harness import allocated, peak_above, time_steps
 from groundup.bench.precision import DTYPES, tensor_name
 from groundup.bench.sweep import repetitions
+from groundup.errors import UserError
 from groundup.kernels import attention as kernel_attention
+from groundup.kernels import flash_triton
 from groundup.model.attention import causal_mask, scaled_dot_product_attention
 
 KERNELS = ("flash-torch", "flash-triton", "flash-hopper")
@@ -42,7 +46,7 @@ class Options(SweepOptions):
     """eager: this package's reference; compiled: the same under torch.compile; flash-torch, flash-triton, flash-hopper:
     this package's kernels; sdpa-flash, sdpa-cudnn, flex: PyTorch's own."""
     deterministic: str = "yes"
-    """yes, no: whether the backward of flash-hopper adds in a fixed order."""
+    """yes, no: whether a backward must add in a fixed order; flash-hopper has only one that does not."""
     precision: str = "fp32"
     """Dtype of all tensors: fp32 (TF32 off), bf16."""
     causal: str = "no"
@@ -75,6 +79,7 @@ def run(parameters: Parameters, device: torch.device) -> Measurement:
     gradient = torch.randn(shape, device=device, dtype=dtype)
     attend = implementation(parameters, device)
     before_backward: list[int] = []
+    foreign = plain_phases(lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), gradient), parameters)
 
     def step(mark: Callable[[str], None]) -> None:
         out = attend(q, k, v)
@@ -86,7 +91,46 @@ def run(parameters: Parameters, device: torch.device) -> Measurement:
     timing = time_steps(step, parameters["warmup"], parameters["steps"], device)
     metrics = timing.metrics | {"memory.peak": peak_above(start, device)}
     metrics["memory.before_backward"] = before_backward[-1] if device.type == "cuda" else None
-    return Measurement(metrics, {"dtype": tensor_name(dtype)} | timing.stamp)
+    notes = {}
+    for phase in foreign:
+        metrics |= dict.fromkeys((f"time.{phase}", "time.total", "memory.peak"))
+        notes[phase] = "flash-triton's kernels did this one, so nothing that it is part of is kept"
+    return Measurement(metrics, {"dtype": tensor_name(dtype)} | timing.stamp, notes)
+
+
+def plain_phases(step: Callable[[], Any], parameters: Parameters) -> list[str]:
+    """Phases of flash-hopper's cell that flash-triton's kernels did. Raises UserError when they did both."""
+    if parameters["implementation"] != "flash-hopper":
+        return []
+    step()  # the first one compares the two kernels with each other
+    with plain_kernels() as used:
+        step()
+    if len(used) == 2:
+        shape = ", ".join(f"{name} {parameters[name]}" for name in ("context_length", "d", "precision"))
+        raise UserError(
+            f"flash-hopper leaves this cell to flash-triton ({shape}): its kernels do not do it or are slower; "
+            "--implementation flash-triton measures what runs"
+        )
+    return sorted(used)
+
+
+@contextmanager
+def plain_kernels() -> Generator[set[str]]:
+    """The phases, "forward" and "backward", that flash-triton's kernels do inside the block."""
+    used: set[str] = set()
+    usual = {phase: getattr(flash_triton, f"attention_{phase}") for phase in ("forward", "backward")}
+
+    def seen(phase: str, *arguments: Any) -> Any:
+        used.add(phase)
+        return usual[phase](*arguments)
+
+    try:
+        for phase in usual:
+            setattr(flash_triton, f"attention_{phase}", partial(seen, phase))
+        yield used
+    finally:
+        for phase, function in usual.items():
+            setattr(flash_triton, f"attention_{phase}", function)
 
 
 def implementation(parameters: Parameters, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
