@@ -50,7 +50,7 @@ def test_batches_decode_one_by_one():
 
 
 @settings(max_examples=200)
-@given(st.text(st.characters(exclude_categories=("Cs", "Cn")), max_size=40))
+@given(st.text(st.characters(exclude_categories=("Cs",)), max_size=40))
 def test_offsets_equal_tiktokens_on_text(theirs, text):
     ids = gpt2().encode(text)
     assert gpt2().decode_with_offsets(ids) == theirs.decode_with_offsets(ids)

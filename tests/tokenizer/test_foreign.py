@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from texts import PROSE, train_on, weird_text
+from texts import PROSE, known_to, train_on, weird_text
 
 from groundup.errors import UserError
 from groundup.tokenizer import Tokenizer
@@ -116,7 +116,9 @@ texts = st.lists(st.one_of(weird_text, accents, st.sampled_from(markers)), max_s
 @given(text=texts, data=st.data())
 def test_ids_are_those_of_tokenizers(pair, text, data):
     ours, theirs = pair
-    known = "".join(c for c in text if unicodedata.category(c) != "Cn")
+    known = known_to("tokenizers", text)
+    if ours._parts.normalizer:  # normal forms are those of Python's version
+        known = "".join(c for c in known if unicodedata.category(c) != "Cn")
     ids = theirs.encode(known, add_special_tokens=False).ids
     assert ours.encode(known) == ids
     assert ours.encode(known.encode()) == ids

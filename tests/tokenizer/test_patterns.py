@@ -1,6 +1,5 @@
 """Patterns other than GPT-2's: scanners against the `regex` package, tiktoken and tokenizers; any expression."""
 
-import unicodedata
 from itertools import pairwise
 
 import pytest
@@ -9,7 +8,7 @@ import tiktoken
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from texts import END, PROSE, train_on, weird_text
+from texts import CHARACTERS, END, PROSE, known_to, train_on, weird_text
 
 from groundup import _core
 from groundup.errors import UserError
@@ -39,7 +38,7 @@ def test_equals_the_regex_package(name, text):
 @given(text=st.one_of(weird_text, st.text("aSſ'1 \n\r.lLvVeErR", max_size=25)))
 def test_cl100k_cuts_where_tiktoken_cuts(text):
     """A vocabulary in which every merge of bytes exists shows tiktoken's cuts as far as two bytes reach."""
-    known = "".join(c for c in text if unicodedata.category(c) != "Cn")
+    known = known_to("tiktoken", text)
     tokens = [bytes([b]) for b in range(256)]
     pairs = {left + right for left, right in pairwise([bytes([b]) for b in known.encode()])}
     ranks = {token: rank for rank, token in enumerate([*tokens, *sorted(pairs)])}
@@ -78,3 +77,31 @@ def test_a_pattern_that_gives_up_is_an_error_not_a_wrong_result(tmp_path):
     tokenizer = train_on(tmp_path, "ab " * 9, 256, pattern=r"(?:(a+)+\1)+(?<=a)\d|\S+|\s+")
     with pytest.raises(UserError, match="the pattern failed on this text"):
         tokenizer.encode("a" * 60 + "!")
+
+
+WORD_END = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{WORD_END}[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{WORD_END}"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+OWN = {"o200k": regex.compile(O200K), "qwen2": regex.compile(QWEN2)}
+
+
+@pytest.mark.parametrize("name", OWN)
+@settings(max_examples=300)
+@given(text=st.one_of(weird_text, st.text("aAbBǅʰ中é\u0301'’sSlL1 \n\r\t./", max_size=25)))
+def test_patterns_of_ones_own_equal_the_regex_package(name, text):
+    known = known_to("own", text)
+    assert scanned(known, OWN[name].pattern) == OWN[name].findall(known)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_patterns_of_ones_own_on_prose(name):
+    assert scanned(PROSE * 3, OWN[name].pattern) == OWN[name].findall(PROSE * 3)
+
+
+def test_o200k_classes_every_character_as_the_regex_package_does():
+    """Each code point after a small letter, before a capital, and after a number: the cuts show its class."""
+    text = "".join(f"a{character}A1{character}." for character in known_to("own", CHARACTERS))
+    assert scanned(text, O200K) == OWN["o200k"].findall(text)

@@ -2,13 +2,12 @@
 
 import subprocess
 import sys
-import unicodedata
 from pathlib import Path
 
 import pytest
 import regex
 from hypothesis import given, settings
-from texts import PROSE, real_text, weird_text
+from texts import PROSE, PYTHON, known_to, real_text, weird_text
 
 from groundup import _core
 from groundup.tokenizer import reference
@@ -47,7 +46,7 @@ def test_equals_the_regex_on_weird_text(text):
 @settings(max_examples=300)
 @given(weird_text)
 def test_the_reference_equals_the_regex_where_unicode_versions_agree(text):
-    known = "".join(c for c in text if unicodedata.category(c) != "Cn")
+    known = known_to(PYTHON, text)
     assert list(reference.pre_tokens(known)) == PATTERN.findall(known)
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import lzma
+import unicodedata
 from pathlib import Path
 
 from hypothesis import strategies as st
@@ -25,6 +26,28 @@ weird_text = st.one_of(
         "".join
     ),
 )
+
+# Every code point but surrogates and planes 4 to 13, 15 and 16, which hold no letters, numbers or marks.
+CHARACTERS = "".join(chr(c) for c in [*range(0xD800), *range(0xE000, 0x40000), *range(0xE0000, 0xF0000)])
+
+DIFFERENCES = Path(__file__).with_name("unicode_differences.txt")
+PYTHON = f"unicodedata-{unicodedata.unidata_version}"
+
+
+@functools.cache
+def differing(referee: str) -> frozenset[str]:
+    """The characters whose class is not ours for a referee: "tiktoken", "tokenizers", PYTHON, "own" (the core's engine
+    for patterns of one's own). test_unicode.py says where the list comes from."""
+    rows = [line.split() for line in DIFFERENCES.read_text().splitlines() if line.startswith(f"{referee} ")]
+    return frozenset(chr(code) for row in rows for code in range(int(row[1], 16), int(row[2], 16) + 1))
+
+
+def known_to(referee: str, text: str) -> str:
+    """The text without the characters that the referee's Unicode tables class otherwise than ours."""
+    if referee == PYTHON and not differing(PYTHON):  # another version of Python than the list knows
+        return "".join(character for character in text if unicodedata.category(character) != "Cn")
+    return "".join(character for character in text if character not in differing(referee))
+
 
 PROSE = (
     "It's a dog's life, isn't it? They'll say we've 2 dogs and 34 cats; I'd say 5,600!\n\n"
