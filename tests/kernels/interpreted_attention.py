@@ -18,6 +18,7 @@ CASES = {
     "documents": ((2, 2, 1, 70, 70, 16, 16), {"documents": IDS}),
     "documents, full": ((2, 1, 1, 70, 70, 16, 16), {"documents": IDS, "causal": False}),
     "documents, window": ((2, 1, 1, 70, 70, 16, 16), {"documents": IDS, "window": 7}),
+    "documents of one sequence for the batch": ((2, 1, 1, 40, 40, 16, 16), {"documents": IDS[:1, :40]}),
     "one query": ((1, 2, 1, 1, 9, 16, 16), {}),
     "another scale": ((1, 1, 1, 20, 20, 16, 16), {"scale": 0.7}),
 }

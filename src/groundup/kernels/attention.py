@@ -41,7 +41,7 @@ def attention(
     scale: float | None = None,
     window: int = 0,
     softcap: float = 0.0,
-    documents: Int[Tensor, "batch n"] | tuple[Tensor, Tensor] | None = None,
+    documents: Int[Tensor, "batch_or_1 n"] | tuple[Tensor, Tensor] | None = None,
     backend: Backend | str = "auto",
     deterministic: bool = True,
     return_lse: bool = False,
@@ -51,14 +51,14 @@ def attention(
     `causal`: the last query is aligned with the last key. `scale` None: 1 / √d. `window`: keys a query sees counting
     back from its own place, 0 for no limit. `softcap`: scores become softcap · tanh(score / softcap), 0 for none.
     `documents`: ids that do not decrease along the sequence; a query sees its own document only (a pair: those of the
-    queries, those of the keys). `deterministic` False lets the Hopper backward add in any order, which is faster.
+    queries, those of the keys); ids of one sequence, (1, n), hold for the whole batch. `deterministic` False lets the Hopper backward add in any order, which is faster.
     `return_lse`: also the natural logsumexp (batch, n_heads, n_q) float32, which has a gradient. A query that sees no
     key gives 0 and -inf. Under autocast q, k and v go to its type. Raises UserError for shapes that do not fit and
     for a backend that cannot run here.
     """
     q, k, v = autocast(q, k, v)
     check(q, k, v, window, softcap, scale)
-    pair = (documents, documents) if isinstance(documents, Tensor) else documents
+    pair = document_pair(documents, q, k)
     rule = Rule(causal, window, softcap, scale or 1 / sqrt(q.shape[-1]))
     bare = not (window or softcap or pair is not None)
     chosen = pick(backend, (q, k, v), causal, bare, simple=bare and not return_lse and scale is None)
@@ -97,6 +97,21 @@ def check(q: Tensor, k: Tensor, v: Tensor, window: int, softcap: float, scale: f
         raise UserError(f"attention: q {q.dtype}, k {k.dtype}, v {v.dtype} must be of one type; cast them")
     if window < 0 or softcap < 0 or (scale is not None and scale <= 0):
         raise UserError(f"attention: window {window}, softcap {softcap}, scale {scale} must not be negative")
+
+
+def document_pair(
+    documents: Tensor | tuple[Tensor, Tensor] | None, q: Tensor, k: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """The ids of the queries and of the keys, each for every sequence of the batch: the kernels read them all."""
+    if documents is None:
+        return None
+    on_q, on_k = (documents, documents) if isinstance(documents, Tensor) else documents
+    batch = q.shape[0]
+    ok = all(
+        ids.ndim == 2 and ids.shape[0] in (1, batch) and ids.shape[1] == x.shape[2] for ids, x in ((on_q, q), (on_k, k))
+    )
+    fit(ok, "attention: documents (batch, n)", q=q, k=k, documents_of_q=on_q, documents_of_k=on_k)
+    return on_q.expand(batch, -1), on_k.expand(batch, -1)
 
 
 def pick(backend: str, qkv: tuple[Tensor, ...], causal: bool, bare: bool, simple: bool) -> str:
