@@ -18,10 +18,11 @@ from groundup.bench.parallel import Setting, at_context, measure_step
 from groundup.config import ModelConfig, ParallelConfig, size
 from groundup.model import TransformerLM, count_parameters
 from groundup.optim import AdamW, Muon
+from groundup.parallel import fsdp, zero
 from groundup.parallel.agree import DisagreementError, check_agreement
 from groundup.parallel.ddp import BucketedDDP, NaiveDDP, OverlapDDP, on_wire
 from groundup.parallel.engine import materialiser, parallelize, units
-from groundup.parallel.flat import Layout
+from groundup.parallel.flat import Layout, Line
 from groundup.parallel.fsdp import FSDP
 from groundup.parallel.torch_engines import TorchFSDP2
 from groundup.parallel.whole import WholeParameterOptimizer
@@ -184,13 +185,23 @@ def gradients_that_travel_in_bf16_come_back_rounded_but_right():
     for model in found:
         model(x).square().sum().backward()
         model.finish_gradient_synchronization()
-    for model in found[1:]:
-        differs = False
-        for p, q in zip(model.params, exact.params, strict=True):
-            assert p.grad.dtype == torch.float32
-            torch.testing.assert_close(p.grad, q.grad, rtol=2e-2, atol=2e-2)
-            differs |= not torch.equal(p.grad, q.grad)
-        assert differs
+        lines: Any = {FSDP: "units", ShardedDDP: "buckets"}.get(type(model))
+        if lines is None:
+            return [whole(p.grad) for p in model.params]
+        found: list[Tensor] = []
+        for line in getattr(model, lines):
+            assert all(piece.grad.dtype == torch.float32 for piece in line.pieces)
+            found += line.gather_pieces([piece.grad for piece in line.pieces], torch.float32, x.device)
+        return found[::-1] if lines == "buckets" else found
+
+    for average in (True, False):
+        exact = gradients(BucketedDDP, average=average)
+        for make in (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP, zero1, FSDP, TorchDDP, fsdp2):
+            found = gradients(make, reduce_dtype=torch.bfloat16, average=average)
+            for grad, truth in zip(found, exact, strict=True):
+                assert grad.dtype == torch.float32
+                torch.testing.assert_close(grad, truth, rtol=2e-2, atol=2e-2)
+            assert not all(map(torch.equal, found, exact)), make
 
 
 @check
@@ -359,6 +370,29 @@ def closures_and_keywords_work():
     assert torch.equal(sharded.step(lambda: closure(net)), plain.step(lambda: closure(plain_net)))
     for p, q in zip(net.parameters(), plain_net.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+@check
+def reductions_in_flight_are_bounded():
+    """Each holds a whole bucket's or unit's gradients, the one that is being launched included."""
+    reduce_scatter, most = Line.reduce_scatter, 0
+    net, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8))), torch.ones(2, 4)
+    optimizer = ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1, bucket_mb=1e-5)
+    sharded, engine = ShardedDDP(net, optimizer), FSDP(copy.deepcopy(net))
+
+    def counted(self: Line, *args: Any) -> Any:
+        nonlocal most
+        flying = [line.scattering for line in optimizer.lines] + [unit._scattering for unit in engine.units]
+        most = max(most, 1 + sum(work is not None for work in flying))
+        return reduce_scatter(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Line, "reduce_scatter", counted)
+        for model, limit in ((sharded, zero.IN_FLIGHT), (engine, fsdp.IN_FLIGHT)):
+            most = 0
+            model(x).sum().backward()
+            model.finish_gradient_synchronization()
+            assert most == limit, (type(model), most)
 
 
 @check
@@ -655,7 +689,7 @@ def two_dtypes_in_a_unit_are_refused():
 
 @check
 def blocks_that_are_compiled_leave_the_overlap():
-    """Compiled as a run compiles them: losses of one process, two graphs at most over all engines, and several reductions
+    """Compiled as a run compiles them: losses of one process, two graphs at most over all engines, and four reductions
     are on their way when backward comes to the first of four blocks."""
 
     def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -199,10 +199,10 @@ class FSDP(DataParallel):
         unit.arrived.clear()
         if not unit.trainable:
             return  # its weights may still be read; the pass' end frees them
+        if len(self._in_flight) == IN_FLIGHT:
+            self._in_flight.pop(0).scattered()
         unit.scatter(self.op, self.reduce_dtype, self._reduce_group)
         self._in_flight.append(unit)
-        if len(self._in_flight) > IN_FLIGHT:
-            self._in_flight.pop(0).scattered()
 
     def _drain(self) -> None:
         """The backward pass has ended: gather and reduce what this rank skipped, and wait."""

@@ -224,9 +224,9 @@ class ShardedDDP(HookedDDP):
             line.wait()
 
     def _launch(self, index: int) -> None:
-        self.buckets[index].scatter(self.op, self.reduce_dtype)
         if index >= IN_FLIGHT:
             self.buckets[index - IN_FLIGHT].scattered()
+        self.buckets[index].scatter(self.op, self.reduce_dtype)
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
