@@ -20,11 +20,11 @@ from groundup.model import TransformerLM, count_parameters
 from groundup.optim import AdamW, Muon
 from groundup.parallel import fsdp, zero
 from groundup.parallel.agree import DisagreementError, check_agreement
-from groundup.parallel.ddp import BucketedDDP, NaiveDDP, OverlapDDP, on_wire
+from groundup.parallel.ddp import BucketedDDP, DataParallel, FlatDDP, NaiveDDP, OverlapDDP, on_wire
 from groundup.parallel.engine import materialiser, parallelize, units
 from groundup.parallel.flat import Layout, Line
 from groundup.parallel.fsdp import FSDP
-from groundup.parallel.torch_engines import TorchFSDP2
+from groundup.parallel.torch_engines import TorchDDP, TorchFSDP2, whole
 from groundup.parallel.whole import WholeParameterOptimizer
 from groundup.parallel.zero import ShardedDDP, ShardedOptimizer
 from groundup.train.device import prepared
@@ -179,10 +179,16 @@ def removed_hooks_leave_a_plain_module():
 @check
 def gradients_that_travel_in_bf16_come_back_rounded_but_right():
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
-    exact = BucketedDDP(line_net())
-    found = [exact]
-    found += [kind(line_net(), reduce_dtype=torch.bfloat16) for kind in (NaiveDDP, OverlapDDP, BucketedDDP)]
-    for model in found:
+
+    def zero1(net: nn.Module, **options: Any) -> ShardedDDP:
+        return ShardedDDP(net, ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1), **options)
+
+    def fsdp2(net: nn.Sequential, **options: Any) -> TorchFSDP2:
+        return TorchFSDP2(net, [net[0]], **options)
+
+    def gradients(make: Callable[..., DataParallel], **options: Any) -> list[Tensor]:
+        """Whole, in the order of the parameters, as the optimizer gets them."""
+        model = make(line_net(), **options)
         model(x).square().sum().backward()
         model.finish_gradient_synchronization()
         lines: Any = {FSDP: "units", ShardedDDP: "buckets"}.get(type(model))
