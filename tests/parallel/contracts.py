@@ -2,6 +2,7 @@
 
 import copy
 import re
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -232,8 +233,10 @@ def disagreements_raise_on_every_rank_and_name_what_differs():
 
     words = {"shape": "(4, 7)", "dtype": "float64", "requires_grad": "frozen", "name": "extra.weight", "buffer": "mask"}
     for change, word in words.items():
+        start = time.monotonic()
         with pytest.raises(DisagreementError, match=re.escape(word)) as caught:
             NaiveDDP(net(change))
+        assert time.monotonic() - start < 10  # what is promised; a wait for somebody would take a minute
         assert f"rank {other}" in str(caught.value), str(caught.value)
         texts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(texts, str(caught.value))
