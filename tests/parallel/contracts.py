@@ -811,13 +811,16 @@ def memory_is_within_a_percent_of_the_formula():
     world = dist.get_world_size()
     formula = {"zero1": (4, 4 / world, 8 / world), "fsdp": (4 / world, 4 / world, 8 / world)}
     shape = at_context(size("tiny"), 8)
-    total = count_parameters(TransformerLM(shape))
+    model = TransformerLM(shape)
+    total = count_parameters(model)
+    gains = sum(p.numel() for p in model.parameters() if p.ndim == 1)
     for engine, bytes_each in formula.items():
         setting = Setting(shape, engine, batch_size=1, precision="fp32", warmup=1, steps=1, trace=False)
         found = measure_step(setting, torch.device("cpu"))
-        for what, each in zip(("parameters", "gradients", "state"), bytes_each, strict=True):
+        for what, each, alone in zip(("parameters", "gradients", "state"), bytes_each, (4, 4, 8), strict=True):
             # The norms, which fsdp replicates, weigh more in a smaller share of so small a model.
-            assert found[f"memory.{what}"] == pytest.approx(each * total, rel=0.005 * world), (engine, what)
+            expected = each * total + (alone - each) * (gains if engine == "fsdp" else 0)
+            assert found[f"memory.{what}"] == pytest.approx(expected, rel=0.01), (engine, what)
 
 
 def run_checks(names: list[str]) -> dict[str, str]:
