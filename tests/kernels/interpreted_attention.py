@@ -14,6 +14,7 @@ CASES = {
     "rows that see nothing": ((1, 2, 1, 50, 37, 16, 16), {}),
     "full, padded widths": ((1, 2, 2, 33, 45, 24, 20), {"causal": False}),
     "window": ((1, 1, 1, 60, 60, 16, 16), {"window": 20}),
+    "window without end": ((1, 1, 1, 16, 16, 16, 16), {"window": 2**31 - 1}),
     "softcap": ((1, 1, 1, 40, 40, 16, 16), {"softcap": 5.0}),
     "documents": ((2, 2, 1, 70, 70, 16, 16), {"documents": IDS}),
     "documents, full": ((2, 1, 1, 70, 70, 16, 16), {"documents": IDS, "causal": False}),

@@ -52,9 +52,9 @@ def attention(
     back from its own place, 0 for no limit. `softcap`: scores become softcap · tanh(score / softcap), 0 for none.
     `documents`: ids that do not decrease along the sequence; a query sees its own document only (a pair: those of the
     queries, those of the keys); ids of one sequence, (1, n), hold for the whole batch. `deterministic` False lets the
-    Hopper backward add in any order, which is faster. `return_lse`: also the natural logsumexp (batch, n_heads, n_q) float32, which has a gradient. A query that sees no
-    key gives 0 and -inf. Under autocast q, k and v go to its type. Raises UserError for shapes that do not fit and
-    for a backend that cannot run here.
+    Hopper backward add in any order, which is faster. `return_lse`: also the natural logsumexp (batch, n_heads, n_q)
+    float32, which has a gradient. A query that sees no key gives 0 and -inf. Under autocast q, k and v go to its type.
+    Raises UserError for shapes that do not fit and for a backend that cannot run here.
     """
     q, k, v = autocast(q, k, v)
     check(q, k, v, window, softcap, scale)

@@ -128,9 +128,11 @@ def score_factors(rule: Rule) -> tuple[float, float]:
 
 
 def constants(rule: Rule, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
-    """The compile-time arguments that all three kernels share."""
+    """The arguments that all three kernels share."""
     upcast = INTERPRETING and q.dtype == torch.bfloat16
     return {
+        # What reaches past both ends is no limit; larger numbers would leave 32 bits when added to an index.
+        "window": min(rule.window, q.shape[2] + k.shape[2]),
         "GROUP": q.shape[1] // k.shape[1],
         "D": block_width(q.shape[-1]),
         "D_V": block_width(v.shape[-1]),
@@ -164,7 +166,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tens
         describe(v, tile.block_k, fixed["D_V"]),
         describe(out, tile.block_q, fixed["D_V"]),
         lse, lo, hi, *score_factors(rule), n_q, n_k, heads,
-        heads_a_group(batch * heads, bytes_a_head, L2_BYTES_FORWARD), rule.window,
+        heads_a_group(batch * heads, bytes_a_head, L2_BYTES_FORWARD),
         **fixed, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, EVEN=n_k % tile.block_k == 0, **tile.options(),
     )  # fmt: skip
     return out if out.shape[-1] == d_v else out[..., :d_v].contiguous(), lse
@@ -234,7 +236,7 @@ def launch_keys(
         describe(d_k, tile.block_k, fixed["D"]),
         describe(d_v, tile.block_k, fixed["D_V"]),
         *rows, lo, hi, *score_factors(rule), rule.scale, n_q, n_k, heads,
-        heads_a_group(batch * heads, bytes_a_head, L2_BYTES_BACKWARD), rule.window,
+        heads_a_group(batch * heads, bytes_a_head, L2_BYTES_BACKWARD),
         **fixed, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, EVEN=even, SQUARE=square and even,
         **tile.options(square and even),
     )  # fmt: skip
@@ -262,7 +264,7 @@ def launch_queries(
         describe(d_q, tile.block_q, fixed["D"]),
         lse, lse if d_lse is None else d_lse.contiguous(), lse2, delta, lo, hi,
         *score_factors(rule), rule.scale, n_q, n_k, heads,
-        heads_a_group(batch * heads, bytes_a_head, L2_BYTES_BACKWARD), rule.window,
+        heads_a_group(batch * heads, bytes_a_head, L2_BYTES_BACKWARD),
         **fixed, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, EVEN=n_k % tile.block_k == 0, HAS_D_LSE=d_lse is not None,
         **tile.options(),
     )  # fmt: skip
