@@ -102,5 +102,5 @@ def test_cosine_schedule_equals_torch_and_has_its_corners():
 
 def test_schedule_without_warm_up_or_without_decay():
     assert cosine_lr(0, 1.0, 0.1, 0, 10) == 1.0
-    assert cosine_lr(10, 1.0, 0.1, 10, 10) == 0.1
+    assert cosine_lr(10, 1.0, 0.1, 10, 10) == 1.0
     assert cosine_lr(5, 1.0, 0.1, 10, 10) == 0.5

@@ -32,7 +32,13 @@ def test_warmup_stable_decay_has_its_three_parts():
 
 def test_a_warm_up_that_reaches_into_the_decay_delays_it():
     assert [wsd_lr(step, 1.0, 0.0, 8, 10, 5) for step in (4, 8, 9, 10)] == [0.5, 1.0, 0.5, 0.0]
-    assert wsd_lr(10, 1.0, 0.1, 10, 10, 0) == 0.1
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "constant"])
+def test_a_warm_up_as_long_as_the_run_reaches_the_peak_at_its_end(name):
+    optim = OptimConfig(lr=5.0, min_lr_ratio=0.1, warmup_steps=5, schedule=name)
+    assert [learning_rate(step, optim, 5) for step in range(1, 6)] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert learning_rate(0, replace(optim, warmup_steps=0), 5) == 5.0
 
 
 def test_constant_stays():

@@ -23,8 +23,8 @@ def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
 
 def cosine_lr(step: int, max_lr: float, min_lr: float, warmup_steps: int, total_steps: int) -> float:
     """Half a cosine from `max_lr` after the warm-up to `min_lr` at `total_steps` (Loshchilov & Hutter 2017)."""
-    if step < warmup_steps:
-        return max_lr * step / warmup_steps
+    if step <= warmup_steps:
+        return max_lr * step / warmup_steps if warmup_steps else max_lr
     if step >= total_steps:
         return min_lr
     progress = (step - warmup_steps) / (total_steps - warmup_steps)
@@ -33,8 +33,8 @@ def cosine_lr(step: int, max_lr: float, min_lr: float, warmup_steps: int, total_
 
 def linear_lr(step: int, max_lr: float, min_lr: float, warmup_steps: int, total_steps: int) -> float:
     """A straight line from `max_lr` after the warm-up to `min_lr` at `total_steps`."""
-    if step < warmup_steps:
-        return max_lr * step / warmup_steps
+    if step <= warmup_steps:
+        return max_lr * step / warmup_steps if warmup_steps else max_lr
     if step >= total_steps:
         return min_lr
     return max_lr + (min_lr - max_lr) * (step - warmup_steps) / (total_steps - warmup_steps)
@@ -43,8 +43,8 @@ def linear_lr(step: int, max_lr: float, min_lr: float, warmup_steps: int, total_
 def wsd_lr(step: int, max_lr: float, min_lr: float, warmup_steps: int, total_steps: int, decay_steps: int) -> float:
     """Warm-up, stable, decay (Hu et al. 2024, MiniCPM): `max_lr` until the last `decay_steps`, then a straight line.
 
-    A run can be lengthened from any checkpoint of the plateau: only the decay knows `total_steps`. A warm-up that
-    reaches into the decay delays it.
+    Only the decay knows `total_steps`: runs of any length have the same plateau. A warm-up that reaches into the decay
+    delays it.
     """
     start = max(warmup_steps, total_steps - decay_steps)
     if warmup_steps <= step < start:
