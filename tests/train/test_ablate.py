@@ -37,7 +37,9 @@ def test_every_axis_gives_the_other_values_and_each_resolves(tokens: Path):
     assert names(base, "rope", "qk_norm", "tie") == ["baseline", "rope-off", "qk_norm-on", "tie-on"]
     assert names(base, "softcap") == ["baseline", "softcap-logit-on", "softcap-attention-on"]
     assert names(base, "optimizer", "size") == ["baseline", "optimizer-muon", "size-half-depth", "size-double-depth"]
-    assert "precision-tf32" not in names(base, "precision")  # no unit of a CPU has it
+    precisions = ["baseline", *(f"precision-{name}" for name in ("bf16-mixed", "fp16-mixed", "bf16-pure"))]
+    assert names(base, "precision") == precisions  # no unit of a CPU has tf32
+    assert names(replace(base, train=replace(base.train, precision="auto")), "precision") == precisions
     other = changed(base, {"model.position": "nope", "model.qk_norm": True, "model.logit_softcap": 9.0})
     assert names(other, "rope", "qk_norm", "softcap")[1:4] == ["rope-on", "qk_norm-off", "softcap-logit-off"]
     for variation in variations(base, list(AXES)):
@@ -104,6 +106,16 @@ def test_an_interrupted_one_goes_on_to_the_same_result(tokens: Path, tmp_path: P
     assert len(started) == 3  # the baseline was not trained again
     whole = ablate(base, found, tmp_path / "whole")
     assert [o.valid_loss for o in outcomes] == [o.valid_loss for o in whole]
+
+
+def test_a_signal_between_two_runs_stops_them(tokens: Path, tmp_path: Path):
+    def say(line: str) -> None:
+        if line.startswith("tie-on"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    base = tiny_config(tokens, steps=2)
+    assert ablate(base, variations(base, ["tie", "norm"]), tmp_path / "cut", say=say) is None
+    assert not (tmp_path / "cut" / "norm-post").exists()
 
 
 def test_no_run_finds_the_compilations_of_another(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -14,6 +14,7 @@ from tiny_runs import Crash, Recorder, crash, drop_a_moment, read_metrics, tiny_
 
 from groundup.config import dump_toml
 from groundup.errors import UserError
+from groundup.model.rope import RotaryEmbedding
 from groundup.train import load_run, train
 from groundup.train.checkpoint import MODEL, OPTIMIZER, STATE, checkpoint_steps
 
@@ -168,15 +169,50 @@ def full_disk_in_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_full_disk_leaves_the_last_checkpoint(
     fill: Callable, tokens: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    """A disk that is full although it said that it had room: the run goes on, but its last step must be saved."""
+    watcher = Recorder({7: lambda: fill(patch)})
     with monkeypatch.context() as patch, pytest.raises(UserError) as caught:
-        train(tiny_config(tokens), tmp_path / "run", progress=Recorder({7: lambda: fill(patch)}))
-    assert "step-00000009" in str(caught.value)
+        train(tiny_config(tokens), tmp_path / "run", progress=watcher)
+    (note,) = [note for note in watcher.notes if "cannot be saved" in note]
+    assert note.startswith("step 9 cannot be saved: ")
+    assert note.endswith("; tried again at the next save")
+    assert "No space left on device" in note
+    assert str(caught.value).startswith("step 12 cannot be saved: ")
     assert "No space left on device" in str(caught.value)
     assert "\n" not in str(caught.value)
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["step-00000003", "step-00000006"]
     train(tiny_config(tokens), tmp_path / "run", resume=True)
     assert read_metrics(tmp_path / "run") == read_metrics(whole)
+
+
+def test_a_full_disk_that_is_freed_costs_one_checkpoint(
+    tokens: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with monkeypatch.context() as patch:
+        fill = {7: lambda: full_disk_in_fsync(patch), 10: patch.undo}
+        train(tiny_config(tokens, keep_last=0), tmp_path / "run", progress=Recorder(fill))
+    assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [3, 6, 12]
+    assert read_metrics(tmp_path / "run") == read_metrics(whole)
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_said_and_tried_again(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    real = shutil.rmtree
+
+    def busy(path: Path, **how) -> None:
+        if path.name.endswith(".old"):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        real(path, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", busy)
+        watcher = Recorder({7: patch.undo})
+        assert train(tiny_config(tokens, keep_last=1), tmp_path / "run", progress=watcher).step == 12
+    (note,) = [note for note in watcher.notes if "deleted" in note]
+    assert note.startswith("step 6 is saved, but an older checkpoint cannot be deleted: ")
+    assert checkpoint_steps(tmp_path / "run" / "checkpoints") == [12]
 
 
 def test_a_full_disk_while_writing_a_row(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -232,6 +268,16 @@ def test_tied_weights_are_one_tensor(tokens: Path, tmp_path: Path):
     weights = load_file(tmp_path / "run" / "checkpoints" / "step-00000012" / MODEL)
     assert "token_embeddings.weight" in weights
     assert "lm_head.weight" not in weights
+
+
+def test_no_first_values_are_drawn_for_weights_that_are_read(whole: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("groundup.model.layers.Linear.init_weights", pytest.fail)
+    model = load_run(whole, device="cpu")[0]
+    weights = load_file(whole / "checkpoints" / "step-00000012" / MODEL)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+    truth = RotaryEmbedding(model.config.d_head, model.config.context_length, model.config.rope_theta)
+    assert torch.equal(model.rope.cos, truth.cos)
+    assert torch.equal(model.rope.sin, truth.sin)
 
 
 def test_load_run_takes_the_newest_or_the_step_asked_for(whole: Path, tokens: Path, tmp_path: Path):

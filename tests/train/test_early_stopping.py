@@ -3,6 +3,7 @@
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,6 +81,17 @@ def test_the_run_ends_and_the_best_is_kept(tokens: Path, tmp_path: Path):
     assert load_run(tmp_path / "run", step="best", device="cpu")[3] == 7
     assert load_run(tmp_path / "run", device="cpu")[3] == 10
     assert evaluate_run(tmp_path / "run", step="best", device="cpu")[1] == 7
+
+
+@pytest.mark.usefixtures("scripted")
+def test_a_best_that_the_disk_had_no_room_for_is_not_called_kept(tokens: Path, tmp_path: Path, monkeypatch):
+    free = {"now": 10**12}
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free["now"]))
+    watcher = Recorder({7: lambda: free.update(now=1000), 8: lambda: free.update(now=10**12)})
+    result = go(tokens, tmp_path / "run", watcher=watcher, early_stopping=3, save_every=4)
+    assert (result.best_step, best_step(tmp_path / "run" / "checkpoints")) == (7, 5)
+    (note,) = [note for note in watcher.notes if "stopped early" in note]
+    assert note.endswith("3.3000 at step 7, which could not be saved: checkpoints/best is an earlier one")
 
 
 @pytest.mark.usefixtures("scripted")

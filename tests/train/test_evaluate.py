@@ -1,5 +1,6 @@
 """Evaluation against a window-by-window computation in float64."""
 
+import json
 import math
 import os
 import sys
@@ -8,13 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_runs import tiny_config, write_tokens
+from tiny_runs import EOT, tiny_config, write_tokens
 
+from groundup.cli import main
 from groundup.data import TokenData
 from groundup.data.npy import NpyWriter, open_npy
 from groundup.errors import UserError
 from groundup.model import TransformerLM
-from groundup.train import evaluate, evaluate_run, train
+from groundup.parallel.processes import World
+from groundup.train import ConsoleProgress, evaluate, evaluate_run, train
 from groundup.train.evaluate import _batches
 
 torch.set_num_threads(1)
@@ -93,6 +96,26 @@ def test_the_mode_of_the_model_comes_back(model: TransformerLM, tokens: Path):
         evaluate(model, TokenData.open(tokens), batches=1)
         assert model.training is mode
         assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_rank_without_memory_for_a_sharded_model_does_not_wait_for_the_others(model: TransformerLM, tokens: Path):
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        evaluate(model, TokenData.open(tokens), world=World(0, 2), sharded=True)
+
+
+def test_tokens_without_text_have_no_bits_per_byte(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    data = write_tokens(tmp_path / "tokens", n_valid=40)
+    np.save(data / "valid.npy", np.full(40, EOT, dtype=np.uint16))
+    train(tiny_config(data, steps=1), tmp_path / "run", progress=ConsoleProgress())
+    assert "validation loss" in capsys.readouterr().out
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(rows[-1], parse_constant=pytest.fail)["valid_bits_per_byte"] is None
+    assert main(["evaluate", str(tmp_path / "run")]) == 0
+    assert "no text" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])

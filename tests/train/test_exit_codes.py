@@ -28,8 +28,8 @@ sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_signal_saves_and_asks_to_be_queued_again(number: signal.Signals, tmp_path: Path):
+def at_work(tmp_path: Path) -> tuple[list[str], dict[str, str], subprocess.Popen]:
+    """A run that has written rows and waits for the file `signalled`: its command line, environment and process."""
     tokens = write_tokens(tmp_path / "tokens")
     config = tmp_path / "config.toml"
     config.write_text(dump_toml(tiny_config(tokens, steps=400, eval_every=0, save_every=0, keep_every=10)))
@@ -43,6 +43,13 @@ def test_a_signal_saves_and_asks_to_be_queued_again(number: signal.Signals, tmp_
     while not (metrics.exists() and metrics.stat().st_size > 500):
         assert child.poll() is None, child.communicate()[0]
         time.sleep(0.01)
+    return words, env, child
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_signal_saves_and_asks_to_be_queued_again(number: signal.Signals, tmp_path: Path):
+    words, env, child = at_work(tmp_path)
+    out, metrics = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
     child.send_signal(number)
     (tmp_path / "signalled").touch()
     text, _ = child.communicate()
@@ -53,3 +60,14 @@ def test_a_signal_saves_and_asks_to_be_queued_again(number: signal.Signals, tmp_
     text = subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout
     assert f"going on from {out / 'checkpoints'}" in text
     assert "400 steps done" in text
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_second_signal_ends_the_command_at_once(number: signal.Signals, tmp_path: Path):
+    _, _, child = at_work(tmp_path)
+    while child.poll() is None:  # it waits for ever: only a signal ends it
+        child.send_signal(number)
+        time.sleep(0.05)
+    text, _ = child.communicate()
+    assert child.returncode == 128 + number, text
+    assert checkpoint_steps(tmp_path / "run" / "checkpoints") == []

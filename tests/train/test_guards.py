@@ -13,13 +13,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_runs import Crash, Recorder, crash, read_metrics, synthetic_tokens, tiny_config, write_tokens
 
 from groundup.config import TrainConfig
 from groundup.data import TokenData
 from groundup.errors import UserError
 from groundup.train import Evaluation, train
-from groundup.train.checkpoint import checkpoint_steps
+from groundup.train.checkpoint import OPTIMIZER, checkpoint_steps
 from groundup.train.guards import Guards, apply_unless, foreign_tokens, least_bits_per_byte, to_skip
 from groundup.train.job import build
 from groundup.train.loop import training_step
@@ -239,6 +240,25 @@ def test_a_resumed_run_knows_what_is_usual(tokens: Path, tmp_path: Path, monkeyp
         poison(patch, {13 - 9}, 3.0)
         train(config, tmp_path / "run", resume=True)
     assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")[9:]
+
+
+def test_a_count_that_is_taken_back_later_is_right_in_a_checkpoint(tokens: Path, tmp_path: Path, monkeypatch):
+    """As on a GPU: the update heeds the flag and the host, which counted the step, learns of it afterwards."""
+    config = tiny_config(tokens, keep_last=0)
+    for name, heeds in (("asks", False), ("heeds", True)):
+        with monkeypatch.context() as patch:
+            patch.setattr("groundup.optim.AdamW.heeds_flag", lambda self, heeds=heeds: heeds)
+            poison(patch, {3}, math.nan)
+            with pytest.raises(Crash):
+                train(config, tmp_path / name, progress=Recorder({5: crash}))
+        train(config, tmp_path / name, resume=True)
+    assert read_metrics(tmp_path / "asks") == read_metrics(tmp_path / "heeds")
+    for step in (3, 12):
+        states = [
+            load_file(tmp_path / name / "checkpoints" / f"step-{step:08d}" / OPTIMIZER) for name in ("asks", "heeds")
+        ]
+        assert states[0]["step.ln_final.weight"] == step - 1
+        assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_runs import VOCAB, Crash, Recorder, crash, read_metrics, synthetic_tokens, tiny_config, write_tokens
+from tiny_runs import VOCAB, read_metrics, synthetic_tokens, tiny_config, write_tokens
 
 from groundup.config import RunConfig, load_toml
 from groundup.data import TokenData, WindowSampler
@@ -16,7 +16,7 @@ from groundup.errors import UserError
 from groundup.model import TransformerLM
 from groundup.optim import AdamW
 from groundup.train import train
-from groundup.train.device import choose_device, choose_precision, set_matmul_precision
+from groundup.train.device import choose_device, choose_precision
 from groundup.train.job import Batch, build, prefetched
 from groundup.train.loop import training_step
 
@@ -208,13 +208,9 @@ def test_an_error_while_reading_ahead_reaches_the_loop():
         seen.extend(step for step, _ in prefetched(read, 1, 5))
 
 
-def test_precision_is_named_and_never_mixed_up():
+def test_precision_and_device_are_named():
     assert choose_precision("auto", torch.device("cpu")) == "fp32"
     assert choose_precision("bf16-mixed", torch.device("cpu")) == "bf16-mixed"
-    set_matmul_precision("bf16-mixed")
-    assert torch.get_float32_matmul_precision() == "high"
-    set_matmul_precision("fp32")
-    assert torch.get_float32_matmul_precision() == "highest"
     if not torch.cuda.is_available():
         assert choose_device("auto").type == "cpu"
         with pytest.raises(UserError, match="no CUDA device"):
@@ -231,16 +227,3 @@ def test_bf16_mixed_keeps_float32_weights_and_moments(tokens: Path, tmp_path: Pa
     a, b = ([row["loss"] for row in read_metrics(tmp_path / run) if "loss" in row] for run in ("bf16", "fp32"))
     assert a != b
     np.testing.assert_allclose(a, b, rtol=0.02)
-
-
-@pytest.mark.slow
-def test_compiled_run_saves_plain_names_and_resumes(tokens: Path, tmp_path: Path):
-    config = tiny_config(tokens, compile=True)
-    with pytest.raises(Crash):
-        train(config, tmp_path / "run", progress=Recorder({8: crash}))
-    train(config, tmp_path / "run", resume=True)
-    train(tiny_config(tokens), tmp_path / "eager")
-    names = load_file(tmp_path / "run" / "checkpoints" / "step-00000012" / "model.safetensors").keys()
-    assert not any("_orig_mod" in name for name in names)
-    a, b = ([row["loss"] for row in read_metrics(tmp_path / run) if "loss" in row] for run in ("run", "eager"))
-    np.testing.assert_allclose(a, b, rtol=1e-4)

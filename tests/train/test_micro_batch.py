@@ -1,4 +1,4 @@
-"""The micro-batch finder on a CPU with a stated bound; its GPU side needs one (test_train_gpu.py)."""
+"""The micro-batch finder on a CPU with a stated bound; its GPU side needs one (test_precision_gpu.py)."""
 
 from dataclasses import replace
 from pathlib import Path

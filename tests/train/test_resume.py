@@ -38,9 +38,6 @@ CASES = {
     "epoch end": {"n_train": 1153, "kill_at": 9},
     "inside an epoch, two passes": {"n_train": 800},
     "no evaluation": {"eval_every": 0},
-    "fp16 and its loss scale": {"precision": "fp16-mixed"},
-    "bf16 weights, rounded at random": {"precision": "bf16-pure", "optim": {"master_weights": False}},
-    "Muon": {"optim": {"name": "muon"}},
 }
 FIFTY = {
     # A save at step 50, the death at step 52, then 50 steps again.
@@ -352,6 +349,18 @@ def test_an_edited_configuration_is_refused_by_name(crashed: Path, tokens: Path)
         train(tiny_config(tokens, optim={"warmup_steps": 6}), crashed, resume=True)
 
 
+def test_another_gpu_is_said(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    name = {"now": "A100"}
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name["now"])
+    kept = sys.modules["groundup.train.resume"]
+    monkeypatch.setattr(kept, "_versions", lambda _, real=kept._versions: real(torch.device("cuda")))
+    with pytest.raises(Crash):
+        train(tiny_config(tokens), tmp_path / "run", progress=Recorder({8: crash}))
+    name["now"], watcher = "H200", Recorder()
+    train(tiny_config(tokens), tmp_path / "run", resume=True, progress=watcher)
+    assert "since the checkpoint: GPU A100 → H200; losses may differ in their last bits" in watcher.notes
+
+
 def test_changed_data_is_refused(tmp_path: Path):
     data = write_tokens(tmp_path / "tokens")
     with pytest.raises(Crash):
@@ -387,8 +396,8 @@ def start_child() -> Callable[..., Process]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tiny_runs", "torch._dynamo"])
 
-    def begin(config: RunConfig, out: Path, fsync_seconds: float, last: int = 0) -> Process:
-        child = context.Process(target=resume_slowly, args=(config, out, fsync_seconds, last))
+    def begin(config: RunConfig, out: Path, fsync_seconds: float, last: int = 0, full: float = 0.0) -> Process:
+        child = context.Process(target=resume_slowly, args=(config, out, fsync_seconds, last, full))
         child.start()
         return child
 
@@ -426,14 +435,17 @@ def test_kill_9_then_resume_is_bit_exact(tokens: Path, tmp_path: Path, start_chi
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_fifty_kills_at_random_moments(tokens: Path, tmp_path: Path, start_child: Callable[..., Process]):
-    """Slow disks make most moments moments of a save. Every life starts from the newest complete checkpoint."""
+@pytest.mark.parametrize("full", [0.0, 0.3])
+def test_fifty_kills_at_random_moments(full: float, tokens: Path, tmp_path: Path, start_child: Callable[..., Process]):
+    """Slow disks make most moments moments of a save. Every life starts from the newest complete checkpoint.
+    `full`: the share of writes for which the disk has no room.
+    """
     config, out = tiny_config(tokens, steps=500), tmp_path / "broken"
     train(config, tmp_path / "whole")
     random, during_saves, lives = Random(0), 0, 0
     for _ in range(50):
         newest = newest_complete(out / "checkpoints", print)
-        child = start_child(config, out, fsync_seconds=0.03)
+        child = start_child(config, out, fsync_seconds=0.03, full=full)
         wait_until(child, lambda before=lives: lines(out / "starts") > before)
         time.sleep(random.uniform(0, 1))
         kill(child)
@@ -445,6 +457,37 @@ def test_fifty_kills_at_random_moments(tokens: Path, tmp_path: Path, start_child
     train(config, out, resume=True)
     same_run(tmp_path / "whole", out)
     assert not any((out / "checkpoints").glob(".*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_run_is_loaded_stops_it_before_its_first_step(
+    number: signal.Signals, crashed: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch
+):
+    loop = sys.modules["groundup.train.loop"]
+    real = loop.start
+
+    def start(*args):
+        os.kill(os.getpid(), number)
+        return real(*args)
+
+    rows, watcher = (crashed / "metrics.jsonl").read_text().splitlines(), Recorder()
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "start", start)
+        result = train(tiny_config(tokens), crashed, resume=True, progress=watcher)
+    assert (result.step, result.interrupted) == (6, True)
+    assert (crashed / "metrics.jsonl").read_text().splitlines() == rows[: len(read_metrics(crashed))]
+    assert watcher.notes[-1] == f"interrupted: step 6 is saved; go on with: groundup train --out {crashed} --resume"
+
+
+def test_a_signal_before_the_first_step_of_a_new_run(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    loop, watcher = sys.modules["groundup.train.loop"], Recorder()
+    real = loop.build
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "build", lambda config: os.kill(os.getpid(), signal.SIGTERM) or real(config))
+        result = train(tiny_config(tokens), tmp_path / "run", progress=watcher)
+    assert (result.step, result.interrupted) == (0, True)
+    assert watcher.notes[-1].startswith("interrupted before the first step; go on with: ")
+    assert train(tiny_config(tokens), tmp_path / "run", resume=True).step == 12
 
 
 def test_a_second_signal_ends_at_once():

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import drop_a_moment, read_metrics, tiny_config, write_tokens
+from tiny_runs import Recorder, drop_a_moment, read_metrics, tiny_config, write_tokens
 
 from groundup.config import ParallelConfig, RunConfig
+from groundup.model import TransformerLM
 from groundup.parallel.launch import spawn
 from groundup.parallel.processes import connect, disconnect, this_world
 from groundup.train.checkpoint import checkpoint_steps
@@ -94,8 +95,21 @@ def on_two_machines(config: RunConfig, home: Path) -> dict[str, str]:
     def broken(*_: object) -> None:
         raise OSError("a bad disk")
 
-    resume.prune_checkpoints = broken
-    said["prune"] = refused(config, home / "prune", resume=False)
+    real = resume.save_checkpoint
+    resume.save_checkpoint = broken
+    said["save"] = refused(config, home / "save", resume=False)
+    resume.save_checkpoint = real
+    watcher, forward = Recorder(), TransformerLM.forward
+
+    def no_memory(model: TransformerLM, *args, **kwargs):
+        if world.rank == 1 and not model.training:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(model, *args, **kwargs)
+
+    TransformerLM.forward = no_memory
+    with_evaluation = replace(config, train=replace(config.train, eval_every=2))
+    said["steps"] = train(with_evaluation, home / "memory", progress=watcher).step
+    said["memory"] = " ".join(note for note in watcher.notes if "memory" in note)
     disconnect()
     return said
 
@@ -135,5 +149,14 @@ def test_an_optimizer_file_with_a_gap_is_named_by_every_engine(engine, two_machi
 
 def test_an_error_of_rank_zero_reaches_the_others(two_machines):
     _, said = two_machines
-    assert said[0]["prune"] == "OSError: a bad disk"
-    assert said[1]["prune"] == "UserError: rank 0 failed: OSError: a bad disk"
+    assert said[0]["save"] == "OSError: a bad disk"
+    assert said[1]["save"] == "UserError: rank 0 failed: OSError: a bad disk"
+
+
+def test_a_rank_without_memory_for_an_evaluation_leaves_the_run_alive(two_machines):
+    home, said = two_machines
+    assert [one["steps"] for one in said] == [3, 3]
+    assert said[0]["memory"] == " ".join(
+        f"step {step}: out of memory in the evaluation, which is left out; the run goes on" for step in (2, 3)
+    )
+    assert [row["step"] for row in read_metrics(home / "memory")] == [1, 2, 3]

@@ -5,7 +5,9 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from errno import ENOSPC
 from pathlib import Path
+from random import random
 from typing import Any
 
 import numpy as np
@@ -126,9 +128,10 @@ def wait_for_ever() -> None:
         time.sleep(60)
 
 
-def resume_slowly(config: RunConfig, out: Path, fsync_seconds: float, last: int = 0) -> None:
+def resume_slowly(config: RunConfig, out: Path, fsync_seconds: float, last: int = 0, full: float = 0.0) -> None:
     """In a process of its own: resume a run on a disk whose fsync takes its time; `out/starts` gets the first step.
-    It goes no further than the row of step `last`, where it waits to be killed.
+    It goes no further than the row of step `last`, where it waits to be killed. A share `full` of the checkpoint's
+    files finds no room.
     """
     torch.set_num_threads(1)
     real = groundup.files.fsync_path
@@ -136,6 +139,8 @@ def resume_slowly(config: RunConfig, out: Path, fsync_seconds: float, last: int 
     def fsync(path: Path) -> None:
         real(path)
         time.sleep(fsync_seconds)
+        if ".step-" in str(path) and random() < full:
+            raise OSError(ENOSPC, "No space left on device")
 
     groundup.files.fsync_path = fsync
     watcher = Recorder({last: wait_for_ever})

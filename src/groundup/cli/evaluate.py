@@ -46,7 +46,7 @@ def main(argv: list[str], prog: str) -> int:
         "step": f"{step:,}",
         "loss": f"{found.loss:.4f} nats per token",
         "perplexity": f"{found.perplexity:.2f}",
-        "bits per byte": f"{found.bits_per_byte:.4f}",
+        "bits per byte": _bits(found.bits_per_byte),
         "tokens": f"{found.tokens:,}, {found.bytes:,} bytes of text",
     }
     show({"step": step, **asdict(found)}, rows, args.json)
@@ -66,7 +66,7 @@ def _by_document(args: Args) -> int:
         "mean": f"{found.mean_loss:.4f} nats per token, each document counting alike",
         "median": f"{found.median_loss:.4f}",
         "loss": f"{found.loss:.4f} nats per token, each token counting alike",
-        "bits per byte": "no text" if found.bits_per_byte is None else f"{found.bits_per_byte:.4f}",
+        "bits per byte": _bits(found.bits_per_byte),
         "tokens": f"{found.tokens:,}, {found.bytes:,} bytes of text",
     }
     for place, document in enumerate(found.worst(WORST), 1):
@@ -78,3 +78,7 @@ def _by_document(args: Args) -> int:
     every = [asdict(document) for document in found.documents]
     show({"step": step, **losses, **total, "worst": worst, "documents": every}, rows, args.json)
     return 0
+
+
+def _bits(per_byte: float | None) -> str:
+    return "no text" if per_byte is None else f"{per_byte:.4f}"

@@ -20,7 +20,9 @@ from groundup.config.model import nearest_multiple
 from groundup.errors import UserError, nearest_name
 from groundup.model import TransformerLM, count_parameters
 from groundup.rows import Row, read_rows
+from groundup.train.device import concrete
 from groundup.train.guards import BestLoss, is_out_of_memory
+from groundup.train.interrupt import Interrupt
 from groundup.train.loop import train
 from groundup.train.progress import Progress
 from groundup.train.run_directory import RunDirectory, refuse_changes
@@ -91,7 +93,7 @@ def _feed_forwards(config: RunConfig) -> dict[str, Changes]:
 def _precisions(config: RunConfig) -> dict[str, Changes]:
     on_gpu = config.train.device != "cpu" and torch.cuda.is_available()
     names = ("fp32", *(["tf32"] if on_gpu else []), "bf16-mixed", "fp16-mixed", "bf16-pure")
-    return _others("train.precision", names)(config)
+    return _others("train.precision", names)(replace(config, train=concrete(config.train)))
 
 
 def _softcaps(config: RunConfig) -> dict[str, Changes]:
@@ -168,21 +170,22 @@ def ablate(
     Raises UserError where `out` holds a run of another recipe, and for a baseline that fails: nothing can be compared.
     """
     outcomes: list[Outcome] = []
-    for number, variation in enumerate(found, 1):
-        config, run = changed(base, variation.changes), RunDirectory(out / variation.name)
-        failed = None
-        if run.config.exists():
-            refuse_changes(run.load_config(), config, run.path)
-        if is_finished(run):
-            say(f"{variation.name} ({number} of {len(found)}): finished before")
-        else:
-            say(f"{variation.name} ({number} of {len(found)}): {_told(variation.changes)}")
-            interrupted, failed = _train(config, run, progress())
-            if interrupted:
-                return None
-        if failed and variation.name == BASELINE:
-            raise UserError(f"the baseline failed: {failed}")
-        outcomes.append(outcome(variation, config, run, failed, outcomes[0].valid_loss if outcomes else None))
+    with Interrupt() as between:  # a run has its own
+        for number, variation in enumerate(found, 1):
+            config, run = changed(base, variation.changes), RunDirectory(out / variation.name)
+            failed = None
+            if run.config.exists():
+                refuse_changes(run.load_config(), config, run.path)
+            if is_finished(run):
+                say(f"{variation.name} ({number} of {len(found)}): finished before")
+            else:
+                say(f"{variation.name} ({number} of {len(found)}): {_told(variation.changes)}")
+                interrupted, failed = _train(config, run, progress())
+                if interrupted or between.requested:
+                    return None
+            if failed and variation.name == BASELINE:
+                raise UserError(f"the baseline failed: {failed}")
+            outcomes.append(outcome(variation, config, run, failed, outcomes[0].valid_loss if outcomes else None))
     return outcomes
 
 

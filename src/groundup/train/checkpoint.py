@@ -51,6 +51,16 @@ class IncompleteError(Exception):
     """A directory that cannot be used as a checkpoint; the message says why."""
 
 
+class NotSavedError(UserError):
+    """The disk did not take a checkpoint; `reason` says why."""
+
+    def __init__(self, target: Path, reason: str):
+        self.reason = reason
+        super().__init__(
+            f"cannot save {target}: {reason}; the checkpoints before it are kept: free space, then go on with --resume"
+        )
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A complete checkpoint and what its state.json says."""
@@ -90,8 +100,8 @@ def save_checkpoint(
 
     world None: this process writes whole tensors. Else every rank writes its own parts as shards; a collective. Rank 0
     makes the directory aside and renames it when all have written, so a rank that dies leaves no checkpoint.
-    Raises UserError when the disk does not take it; then nothing of the new checkpoint is left and the ones before it
-    are untouched.
+    Raises NotSavedError when the disk does not take it; then nothing of the new checkpoint is left and the ones before
+    it are untouched.
     """
     target, ranks = checkpoint_path(directory, step), world or ALONE
     with ExitStack() as stack, _saving(target):
@@ -159,9 +169,7 @@ def _saving(target: Path) -> Generator[None]:
         yield
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise UserError(
-            f"cannot save {target}: {reason}; the checkpoints before it are kept: free space, then go on with --resume"
-        ) from None
+        raise NotSavedError(target, reason) from None
 
 
 def read_checkpoint(

@@ -13,6 +13,7 @@ from groundup.data import TokenData, validation_windows
 from groundup.errors import UserError
 from groundup.model import IGNORE, TransformerLM
 from groundup.parallel.processes import World
+from groundup.train.guards import is_out_of_memory
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class Evaluation:
     """Nats a token, mean over `tokens`."""
     perplexity: float
     """exp(loss): as uncertain as among this many equally likely tokens. Depends on the tokenizer."""
-    bits_per_byte: float
-    """Bits the model needs for a byte of the text. Comparable between tokenizers."""
+    bits_per_byte: float | None
+    """Bits the model needs for a byte of the text. Comparable between tokenizers. None where there is no text."""
     tokens: int
     """Predicted tokens."""
     bytes: int
@@ -46,15 +47,16 @@ def evaluate(
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     before_batch: Callable[[], None] = lambda: None,
     world: World | None = None,
+    sharded: bool = False,
 ) -> Evaluation:
     """Evaluate on the validation tokens, in windows of the model's context_length that do not overlap.
 
     Every token but the first is predicted once, from at most context_length tokens before it. `batches` > 0 reads that
     many batches of `batch_size` windows, spread evenly over the file, the same ones each time. The mean is over tokens,
     whatever batch they were in. Bits per byte is total nats / ln 2 / bytes of the predicted tokens' text, special
-    tokens not counted; NaN where there is no text. `before_batch` may raise to stop. The model is in eval mode
-    meanwhile.
-    `world`: its ranks take turns at the batches; the result is the same on all of them.
+    tokens not counted. `before_batch` may raise to stop. The model is in eval mode meanwhile.
+    `world`: its ranks take turns at the batches; the result is the same on all of them. Where one runs out of memory,
+    all raise OutOfMemoryError at the end; with a `sharded` model, which they run together, that one does at once.
     Raises UserError for fewer than two validation tokens, an id that the model has no row for, or `batches` < 0.
     """
     if batches < 0:
@@ -63,26 +65,33 @@ def evaluate(
     was_training = model.training
     model.eval()
     nats = torch.zeros((), dtype=torch.float64, device=device)
-    tokens = size = 0
+    tokens = size = failed = 0
+    ranks = 1 if world is None else world.size
     lengths = data.token_bytes
     try:
         for inputs, targets in _own(_batches(data.valid, model, batch_size, batches), world):
             before_batch()
-            with forward_context():
-                # n_valid 1: the sum over the batch. It stays on the device until the end.
-                loss = model(torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device), n_valid=1)
-            nats += loss
+            try:
+                with forward_context():
+                    # n_valid 1: the sum over the batch. It stays on the device until the end.
+                    nats += model(torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device), n_valid=1)
+            except (RuntimeError, MemoryError) as error:
+                if sharded or ranks == 1 or not is_out_of_memory(error):
+                    raise
+                failed += 1
             predicted = targets[targets != IGNORE]
             tokens += len(predicted)
             size += int(lengths[np.minimum(predicted, len(lengths) - 1)].sum())
     finally:
         model.train(was_training)
-    if world is not None and world.size > 1:
-        sums = world.sum(torch.stack([nats, nats.new_tensor(tokens), nats.new_tensor(size)]))
+    if world is not None and ranks > 1:
+        sums = world.sum(torch.stack([nats, *map(nats.new_tensor, (tokens, size, failed))]))
         nats, tokens, size = sums[0], int(sums[1]), int(sums[2])
+        if int(sums[3]):
+            raise torch.OutOfMemoryError("a rank ran out of memory")
     loss = nats.item() / tokens
     perplexity = math.exp(loss) if loss < 700 else math.inf
-    bits = bits_per_byte(loss, size / tokens) if size else math.nan
+    bits = bits_per_byte(loss, size / tokens) if size else None
     return Evaluation(loss, perplexity, bits, tokens, size)
 
 

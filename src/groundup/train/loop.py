@@ -28,7 +28,7 @@ from groundup.generate import generate_text
 from groundup.optim import learning_rate, set_learning_rate
 from groundup.parallel.processes import joined, this_world
 from groundup.rows import Row
-from groundup.train.checkpoint import mark_best, refuse_unshared
+from groundup.train.checkpoint import best_step, mark_best, prune_checkpoints, refuse_unshared
 from groundup.train.device import choose_device, deterministic, matmul_precision_kept
 from groundup.train.evaluate import Evaluation, evaluate
 from groundup.train.guards import (
@@ -127,6 +127,8 @@ def train(
         progress = Progress()  # one process speaks
     kind = choose_device(config.train.device).type
     with joined(world, kind, config.parallel, progress.on_note), ExitStack() as stack:
+        # From here on: a job that is told to stop while it loads gigabytes is to be queued again too.
+        interrupt = stack.enter_context(Interrupt())
         out, config = world.on_rank_zero(lambda: _begun(config, out, resume, world.size))
         run = RunDirectory(out)
         stack.enter_context(deterministic(config.train.deterministic))
@@ -137,7 +139,7 @@ def train(
         stack.enter_context(progress)
         if not resume:
             world.on_rank_zero(run.refuse_second_run)  # another process may have made one since
-        return _Loop(job, run, progress).go(resume, allow_changed_data)
+        return _Loop(job, run, progress, interrupt).go(resume, allow_changed_data)
 
 
 def _begun(config: RunConfig, out: Path, resume: bool, world_size: int) -> tuple[Path, RunConfig]:
@@ -161,14 +163,14 @@ class _Loop:
 
     log: MetricsLog
     sinks: Sinks
-    interrupt: Interrupt
     done: int
     """Optimizer steps done."""
     evaluations: list[Row]
     """Those of a resumed run up to its first step."""
 
-    def __init__(self, job: Job, run: RunDirectory, progress: Progress):
+    def __init__(self, job: Job, run: RunDirectory, progress: Progress, interrupt: Interrupt):
         self.job, self.run, self.progress, self.train = job, run, progress, job.config.train
+        self.interrupt = interrupt
         self.guards, self.best = Guards(self.train), BestLoss(self.train.min_delta)
         self.extra: dict[str, Stateful] = {"guards": self.guards, "best": self.best, "scaler": job.scaler}
         """What a checkpoint holds beside weights, optimizer state and random numbers."""
@@ -190,16 +192,15 @@ class _Loop:
         with (
             Sinks(self.train.sinks if writes else (), self.job.config, self.run, self.done, note) as self.sinks,
             MetricsLog(self.run.metrics if writes else None) as self.log,
-            Interrupt() as self.interrupt,
         ):
             try:
+                self._stop_if_asked()
                 self._steps()
             except _Stop:
                 if self.saved < self.done:
                     self._save(required=True)
-                note(
-                    f"interrupted: step {self.done} is saved; go on with: groundup train --out {self.run.path} --resume"
-                )
+                what = f": step {self.done} is saved" if self.done else " before the first step"
+                note(f"interrupted{what}; go on with: groundup train --out {self.run.path} --resume")
                 return self._result(interrupted=True)
             return self._result(interrupted=False)
 
@@ -207,6 +208,8 @@ class _Loop:
         train, optim, job = self.train, self.job.config.optim, self.job
         if train.eval_every and (line := foreign_tokens(job.data)):
             self.progress.on_note(line)
+        if train.eval_every and train.sample_prompt and not job.has_whole_weights:
+            self.progress.on_note(f"no samples: with parallel.data {job.config.parallel.data} no process has a model")
         if self._is_due(self.done, train.eval_every) and not self._is_evaluated(self.done):
             self._evaluate()  # the run was killed between saving and evaluating
         peak = peak_flops(job.config, job.device) * job.world.size
@@ -245,9 +248,11 @@ class _Loop:
         if not self.train.early_stopping or self.best.waited < self.train.early_stopping:
             return False
         if self.done < self.train.steps:
+            kept = best_step(self.run.checkpoints) == self.best.step  # not where the disk was full at that step
             self.progress.on_note(
                 f"stopped early at step {self.done:,}: {self.best.waited} evaluations were no better than "
-                f"{self.best.loss:.4f} at step {self.best.step:,}, which is kept as checkpoints/best"
+                f"{self.best.loss:.4f} at step {self.best.step:,}, which "
+                f"{'is kept as checkpoints/best' if kept else 'could not be saved: checkpoints/best is an earlier one'}"
             )
         return True
 
@@ -264,21 +269,29 @@ class _Loop:
         self.guards.check(row["step"])
 
     def _save(self, required: bool) -> None:
-        """Save the last step, or put that off where the disk has no room. Raises UserError if it is `required`."""
+        """Save the last step, or put that off where the disk does not take it. Raises UserError if it is `required`."""
         if self.saved == self.done:
             return
         self.job.settle()
-        if lack := lack_of_room_for(self.job, self.run):
-            line = f"step {self.done} cannot be saved: {lack}"
+        self.log.sync()  # a checkpoint must never be newer than its rows
+        lack = lack_of_room_for(self.job, self.run)
+        if reason := lack or save(self.job, self.run, self.done, self.extra):
+            line = f"step {self.done} cannot be saved: {reason}"
             if required:
                 raise UserError(f"{line}; the checkpoints before it are kept: free space, then go on with --resume")
             if not self.put_off or self._is_due(self.done, self.train.save_every):
-                self.progress.on_note(f"{line}; tried again after every step")
-            self.put_off = True
+                self.progress.on_note(f"{line}; tried again {'after every step' if lack else 'at the next save'}")
+            self.put_off = lack is not None  # to ask for room costs nothing, to write until there is none does
             return
-        self.log.sync()  # a checkpoint must never be newer than its rows
-        save(self.job, self.run, self.done, self.extra)
         self.saved, self.put_off = self.done, False
+        self.job.world.on_rank_zero(self._prune)
+
+    def _prune(self) -> None:
+        """Delete the checkpoints that are no longer to be kept; a failure is said, and the next save tries again."""
+        try:
+            prune_checkpoints(self.run.checkpoints, self.done, self.train.keep_last, self.train.keep_every)
+        except OSError as error:
+            self.progress.on_note(f"step {self.done} is saved, but an older checkpoint cannot be deleted: {error}")
 
     def _evaluate(self) -> None:
         """Write the evaluation row of the last step done. Raises UserError when the loss is not finite."""
@@ -291,7 +304,7 @@ class _Loop:
                 "kept: try a lower optim.lr"
             )
         row: Row = {"step": self.done, "valid_loss": found.loss, "valid_bits_per_byte": found.bits_per_byte}
-        if found.bits_per_byte < self.least_bits:
+        if found.bits_per_byte is not None and found.bits_per_byte < self.least_bits:
             row["suspicious"] = True
             self.progress.on_note(
                 f"step {self.done:,}: {found.bits_per_byte:.4f} bits per byte are less than this text can be predicted "
@@ -325,6 +338,7 @@ class _Loop:
             forward_context=self.job.autocast,
             before_batch=self._stop_if_asked,
             world=self.job.world,
+            sharded=not self.job.has_whole_weights,
         )
 
     def _sample(self) -> str:
@@ -348,6 +362,11 @@ class _Loop:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
+            if do == self._validate and not self.job.has_whole_weights:  # the other ranks wait for this one's share
+                raise UserError(
+                    f"step {self.done:,}: out of memory in the evaluation; the last checkpoint is kept: lower "
+                    "train.micro_batch_size, then go on with --resume"
+                ) from error
         # Here the traceback, and with it the tensors of the frames that failed, are gone.
         if self.job.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -74,9 +74,9 @@ def _steps(job: Job, first: int) -> str:
 
 def _schedule(config: RunConfig) -> str:
     optim, steps = config.optim, config.train.steps
-    if optim.warmup_steps > steps:
+    if optim.warmup_steps >= steps:
         reached = optim.lr * steps / optim.warmup_steps
-        return f"lr rising to {reached:g} only: the warm-up of {optim.warmup_steps} steps is longer than the run"
+        return f"lr rising to {reached:g}, no further: the warm-up of {optim.warmup_steps} steps takes the whole run"
     after = {
         "cosine": f"a cosine to {optim.lr * optim.min_lr_ratio:g}",
         "linear": f"a line to {optim.lr * optim.min_lr_ratio:g}",
@@ -156,10 +156,9 @@ class ConsoleProgress(Progress):
 
     def on_eval(self, row: dict[str, Any]) -> None:
         self._valid = f"valid {row['valid_loss']:.4f}"
-        self._print(
-            f"step {row['step']:,}: validation loss {row['valid_loss']:.4f}, "
-            f"{row['valid_bits_per_byte']:.4f} bits per byte"
-        )
+        bits = row["valid_bits_per_byte"]
+        told = "" if bits is None else f", {bits:.4f} bits per byte"
+        self._print(f"step {row['step']:,}: validation loss {row['valid_loss']:.4f}{told}")
         if row.get("sample"):
             self._print(f"sample: {' '.join(row['sample'].split())}")
 

@@ -26,11 +26,11 @@ from groundup.train.checkpoint import (
     MODEL,
     OPTIMIZER,
     Checkpoint,
+    NotSavedError,
     check_tensors,
     lack_of_room,
     newest_complete,
     opened,
-    prune_checkpoints,
     save_checkpoint,
 )
 from groundup.train.job import Job
@@ -60,8 +60,11 @@ def lack_of_room_for(job: Job, run: RunDirectory) -> str | None:
     return job.world.on_rank_zero(lambda: lack_of_room(run.checkpoints, needed))
 
 
-def save(job: Job, run: RunDirectory, step: int, extra: Mapping[str, Stateful]) -> None:
-    """Write the checkpoint of `step`, the state of `extra` in it, then delete those that are no longer to be kept."""
+def save(job: Job, run: RunDirectory, step: int, extra: Mapping[str, Stateful]) -> str | None:
+    """Write the checkpoint of `step`, the state of `extra` in it; why the disk did not take it, else None.
+
+    A collective. Where every rank writes shards, a rank whose disk does not take them raises UserError instead.
+    """
     facts = {
         "tokens": step * job.tokens_per_step,
         "rng": {str(rank): state for rank, state in enumerate(job.world.gather(rng_state(job.device)))},
@@ -69,20 +72,26 @@ def save(job: Job, run: RunDirectory, step: int, extra: Mapping[str, Stateful]) 
         "data": _identity(job),
         # Where the data lay is this machine's matter; what they were is `data`.
         "config": {name: value for name, value in flat_fields(job.config).items() if name != "data.path"},
-        "versions": _versions(),
+        "versions": _versions(job.device),
     }
-    train = job.config.train
     if job.config.parallel.checkpoint == "dcp" and isinstance(job.engine, TorchFSDP2):
         from groundup.parallel.shards import own_tensors
 
         tensors = own_tensors(job.engine, job.model, job.optimizer)
         save_checkpoint(run.checkpoints, step, *tensors, facts, job.world)
-    else:
-        writes = job.world.rank == 0
-        weights = whole_weights(job.engine, job.model, writes)
-        state = whole_state(job.engine, job.model, job.optimizer, writes)
-        job.world.on_rank_zero(lambda: save_checkpoint(run.checkpoints, step, weights, state, facts))
-    job.world.on_rank_zero(lambda: prune_checkpoints(run.checkpoints, step, train.keep_last, train.keep_every))
+        return None
+    writes = job.world.rank == 0
+    weights = whole_weights(job.engine, job.model, writes)
+    state = whole_state(job.engine, job.model, job.optimizer, writes)
+
+    def write() -> str | None:
+        try:
+            save_checkpoint(run.checkpoints, step, weights, state, facts)
+        except NotSavedError as error:
+            return error.reason
+        return None
+
+    return job.world.on_rank_zero(write)
 
 
 def start(
@@ -142,8 +151,8 @@ def _restore(
     else:
         note(f"the checkpoint has no random state of rank {job.world.rank}; it starts from train.seed")
     before = {"device": state["config"]["train.device"], **state["versions"]}
-    now = {"device": job.config.train.device, **_versions()}
-    moved = [f"{name} {before.get(name)} → {now[name]}" for name in now if before.get(name) != now[name]]
+    now = {"device": job.config.train.device, **_versions(job.device)}
+    moved = [f"{name} {before[name]} → {now[name]}" for name in now if name in before and before[name] != now[name]]
     if moved:
         note(f"since the checkpoint: {', '.join(moved)}; losses may differ in their last bits")
     note(f"going on from {checkpoint.path}")
@@ -248,5 +257,9 @@ def _identity(job: Job) -> dict[str, Any]:
     return {"digest": job.data.digest, **sizes, "edges": edges.hexdigest()}
 
 
-def _versions() -> dict[str, str]:
-    return {"groundup": __version__, "torch": torch.__version__, "python": platform.python_version()}
+def _versions(device: torch.device) -> dict[str, str]:
+    """What else a loss's last bits depend on."""
+    found = {"groundup": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    if device.type == "cuda":
+        found |= {"GPU": torch.cuda.get_device_name(device), "CUDA": str(torch.version.cuda)}
+    return found
