@@ -258,6 +258,21 @@ def test_on_the_gpu():
     assert torch.equal(before, torch.cuda.get_rng_state())
 
 
+def test_the_cache_has_room_for_what_can_come_and_no_more(monkeypatch):
+    made = []
+    real = KVCache.__init__
+
+    def noted(self, *args):
+        real(self, *args)
+        made.append(self.keys.shape[3])
+
+    monkeypatch.setattr(KVCache, "__init__", noted)
+    model = TransformerLM(ModelConfig(vocab_size=40, context_length=64, d_model=16, n_layers=1, n_heads=2, d_ff=32))
+    for prompt, max_tokens in (([1, 2, 3], 5), ([1, 2, 3], 100), (list(range(40)) * 2, 1)):
+        list(generate(model, prompt, max_tokens))
+    assert made == [8, 64, 64]
+
+
 def test_the_cache_keeps_rows_and_layers_apart():
     config = make(n_kv_heads=2).config
     cache = KVCache(config, batch_size=3, dtype=torch.float64)

@@ -1,7 +1,7 @@
 """The keys and values of the tokens seen so far, so that the next token costs one position and not all of them.
 
-One allocation for the whole context, of (n_layers, batch, n_kv_heads, context_length, d_head), twice: bytes =
-2 · n_layers · batch · n_kv_heads · context_length · d_head · bytes per value. Keys are stored after RoPE has turned
+One allocation for all tokens to come, of (n_layers, batch, n_kv_heads, length, d_head), twice: bytes = 2 · n_layers ·
+batch · n_kv_heads · length · d_head · bytes per value. Keys are stored after RoPE has turned
 them, so a position is never turned twice. A row's tokens lie at the left of its own part, at the positions they would
 have alone. Rejected: growing by concatenation, which copies the whole past at each token, O(context²) bytes in all.
 """
@@ -16,7 +16,7 @@ from groundup.config import ModelConfig
 
 
 class KVCache:
-    """Room for `config.context_length` tokens of every layer in each of `batch_size` rows.
+    """Room for `length` tokens of every layer in each of `batch_size` rows.
 
     `begin_prefill` says which rows the next forward pass starts anew; `append` is what the model's attention calls
     then. A step of one token is decode.py's.
@@ -28,9 +28,12 @@ class KVCache:
         batch_size: int = 1,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        length: int | None = None,
     ):
-        """`config`: resolved. `dtype`: of the keys and values (the model's weights', as a rule)."""
-        shape = (config.n_layers, batch_size, config.n_kv_heads, config.context_length, config.d_head)
+        """`config`: resolved. `dtype`: of the keys and values (the model's weights', as a rule). `length`: None for
+        config.context_length.
+        """
+        shape = (config.n_layers, batch_size, config.n_kv_heads, length or config.context_length, config.d_head)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
         self.lengths = [0] * batch_size

@@ -137,7 +137,10 @@ def _rounds(
 ) -> Iterator[None]:
     """The loop."""
     weight, modules, context_length = next(model.parameters()), list(model.modules()), model.config.context_length
-    cache = KVCache(model.config, len(rows), weight.dtype, weight.device)
+    needed = max((len(row.window) for row in rows), default=0) + max_tokens
+    # Compiled, the step is that of one shape; else room for what can come: a context of 40,960 would take gigabytes.
+    length = context_length if compiled else min(context_length, needed)
+    cache = KVCache(model.config, len(rows), weight.dtype, weight.device, length)
     compiled_step = CompiledDecode(model, cache.keys, cache.values) if compiled else None
     for _ in range(max_tokens):
         for place, row in enumerate(rows):

@@ -26,13 +26,12 @@ from groundup.config import DataConfig, RunConfig, TrainConfig
 from groundup.data import TokenData
 from groundup.errors import UserError
 from groundup.files import check_replaceable, directory_written_aside
-from groundup.model import TransformerLM
 from groundup.model.hf import CONFIG, WEIGHTS, read_hf, read_json, to_hf, to_hf_config
 from groundup.parallel.state import whole_weights
 from groundup.tokenizer import Tokenizer
 from groundup.tokenizer.tokenizer import END_OF_TEXT
 from groundup.train.checkpoint import save_checkpoint
-from groundup.train.load import load_run
+from groundup.train.load import load_run, unfilled
 from groundup.train.resume import IMPORTED
 from groundup.train.run_directory import RunDirectory, flat_fields
 
@@ -120,7 +119,7 @@ def import_run(directory: Path, out: Path, data: Path | None, note: Callable[[st
     step = int(metadata["step"]) if "groundup" in metadata and metadata.get("step", "").isdecimal() else 0
     path = "" if data is None else str(data)
     config = RunConfig(model=shape, train=TrainConfig(steps=max(step, 1)), data=DataConfig(path=path)).resolve()
-    model = TransformerLM(config.model)
+    model = unfilled(config.model)
     model.load_state_dict(tensors)
     trained = {name: value for name, value in flat_fields(config).items() if name != "data.path"}
     facts = {IMPORTED: True, "config": trained, "versions": {"groundup": __version__}}

@@ -139,13 +139,16 @@ class Job:
 def build(config: RunConfig) -> Job:
     """Resolve the configuration, check data against model and build everything in memory; nothing is written.
 
-    Raises UserError for missing or foreign token files, too few tokens, or a vocabulary larger than the model's.
+    Raises UserError for missing or foreign token files, too few tokens, a vocabulary larger than the model's, and ranks
+    that differ in token files, device or precision.
     """
     world = this_world()
     if not config.data.path:
-        raise UserError("data.path is empty; name the directory that groundup tokenize wrote")
+        raise UserError("no token files: add --data DIR, a directory written by groundup tokenize")
     data = TokenData.open(Path(config.data.path))
-    config = replace(config, train=concrete(config.train, world.size)).resolve(data.vocab_size, world.size)
+    config = replace(config, train=concrete(config.train, world.size))
+    _check_machines(world, config, data)
+    config = config.resolve(data.vocab_size, world.size)
     train, device = config.train, local_device(config.train.device, world)
     set_matmul_precision(train.precision)
     vocabulary = data.tokenizer().vocab_size
@@ -176,10 +179,29 @@ def build(config: RunConfig) -> Job:
     return Job(config, world, device, data, sampler, scaler=scaler, found=found, **parts)
 
 
+def _check_machines(world: World, config: RunConfig, data: TokenData) -> None:
+    """Raise UserError on every rank where two of them would train on other tokens, or in another way."""
+    found = {
+        f"the token files in {config.data.path}": data.digest[:12],
+        "train.device": config.train.device,
+        "train.precision": config.train.precision,
+    }
+    everywhere = world.gather(found)
+    for rank, theirs in enumerate(everywhere):
+        for name, value in everywhere[0].items():
+            if theirs[name] != value:
+                raise UserError(
+                    f"ranks disagree on {name}: rank 0 has {value}, rank {rank} has {theirs[name]}; give all the same"
+                )
+
+
 def _model(config: RunConfig, device: torch.device) -> TransformerLM:
-    # Initialised on the CPU: the same weights on every kind of device.
-    model = TransformerLM(config.model)
-    model.init_weights(config.train.seed)
+    with torch.device("meta"):
+        model = TransformerLM(config.model)
+    # First values are drawn on the CPU: the same weights on every kind of device.
+    fill = materialiser(model, config.train.seed)
+    for module in model.modules():
+        fill(module)
     model.to(device)
     cast_weights(model, config.train.precision)
     return model

@@ -7,7 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from groundup.config import RunConfig
+import torch
+
+from groundup.config import ModelConfig, RunConfig
 from groundup.data import TokenData
 from groundup.errors import UserError
 from groundup.model import TransformerLM
@@ -56,12 +58,22 @@ def load_run(
     config = run.load_config()
     checkpoint = _find(run, step, note)
     tokenizer = run.load_tokenizer()
-    model = TransformerLM(config.model)
+    model = unfilled(config.model)
     path = checkpoint.tensors(MODEL)
     with opened(path) as (saved, read):
         check_tensors({name: tensor.shape for name, tensor in model.state_dict().items()}, saved, path)
         load_weights(None, model, read)
     return model.to(choose_device(device or "auto")).eval(), tokenizer, config, checkpoint.step
+
+
+def unfilled(config: ModelConfig) -> TransformerLM:
+    """A model on the CPU whose weights are yet to be read: drawing first values takes seconds a billion."""
+    with torch.device("meta"):
+        model = TransformerLM(config)
+    model.to_empty(device="cpu")
+    if model.rope is not None:
+        model.rope.reset(torch.device("cpu"))
+    return model
 
 
 @matmul_precision_kept()
