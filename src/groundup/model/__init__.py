@@ -1,4 +1,4 @@
-"""The Transformer, from scratch: of torch.nn only Module, Parameter, Identity and containers.
+"""The Transformer, from scratch: of torch.nn only Module, Parameter, Identity, containers and init.
 
 Read in this order: layers.py (linear, embedding, norm, feed-forward), rope.py, attention.py, transformer.py, loss.py.
 hf.py is the same model as Hugging Face's LlamaForCausalLM or Qwen3ForCausalLM keeps it on disk.

@@ -178,7 +178,7 @@ class LossScaler:
 
 @contextmanager
 def deterministic(enabled: bool) -> Generator[None]:
-    """Inside, if `enabled`, the same bits each time, compiled and on a GPU too; docs/training.md has what it costs.
+    """Inside, if `enabled`, the same bits each time, compiled and on a GPU too; not timed yet on a GPU.
 
     Without it a compiled run on a GPU may differ in last bits from process to process: kernels are chosen by timing
     them, and sums in an order that is not fixed (atomics; the embedding's gradient is the one in a language model) are
