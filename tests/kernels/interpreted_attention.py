@@ -4,8 +4,10 @@ import pytest
 import torch
 from attention_truth import attention as truth
 from attention_truth import make
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from groundup.kernels import FlashAttentionTriton, attention
+from groundup.kernels.attention import backward_op, forward_op
 
 IDS = torch.tensor([[0] * 10 + [1] + [2] * 40 + [3] * 19, [0] * 70])
 CASES = {
@@ -81,6 +83,23 @@ def test_the_operator_is_registered_in_full_and_has_no_second_derivative():
     grad = torch.autograd.grad(attention(q, k, v, backend="flash-triton").sum(), q, create_graph=True)[0]
     with pytest.raises(RuntimeError, match="no autograd formula"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize(("n_k", "d", "d_v"), [(8, 16, 16), (8, 18, 20), (8, 16, 18), (0, 16, 16)])
+def test_strides_are_those_the_compiler_was_promised(n_k: int, d: int, d_v: int):
+    """Rows that do not start on 16 bytes are padded inside; what comes back lies in memory as all else does."""
+    q, k, v, d_out = make(2, 2, 2, 8, n_k, d, d_v, torch.float32)
+    flags = (True, 0, 0.0, 0.25, False, True)
+
+    def both(q, k, v, d_out):
+        out, lse = forward_op(q, k, v, None, None, *flags)
+        return [out, lse, *backward_op(d_out, None, q, k, v, out, lse, None, None, *flags)]
+
+    with torch.no_grad():
+        real = both(q, k, v, d_out)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake = both(*(mode.from_tensor(x) for x in (q, k, v, d_out)))
+    assert [(x.shape, x.stride()) for x in real] == [(x.shape, x.stride()) for x in fake]
 
 
 def test_one_graph_under_compile():

@@ -169,7 +169,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tens
         heads_a_group(batch * heads, bytes_a_head, L2_BYTES_FORWARD),
         **fixed, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, EVEN=n_k % tile.block_k == 0, **tile.options(),
     )  # fmt: skip
-    return out if out.shape[-1] == d_v else out[..., :d_v].contiguous(), lse
+    return trimmed(out, d_v), lse
 
 
 def attention_backward(
@@ -181,7 +181,8 @@ def attention_backward(
     `into`: where they are written, of any strides that a descriptor addresses (see `addressable`).
     """
     if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        d_q, d_k, d_v = (rows_first(*x.shape, like=x).zero_() for x in (q, k, v))
+        return d_q, d_k, d_v
     d, d_v = q.shape[-1], v.shape[-1]
     q, k, v, d_out, out = (addressable(x) for x in (q, k, v, d_out, out))
     d_q, d_k, d_value = into or (rows_first(*x.shape, like=x) for x in (q, k, v))
@@ -192,8 +193,9 @@ def attention_backward(
 
 
 def trimmed(x: Tensor, width: int) -> Tensor:
-    """`x` without the columns that `addressable` added."""
-    return x if x.shape[-1] == width else x[..., :width].contiguous()
+    """`x`, rows first, without the columns that `addressable` added."""
+    part = x[..., :width]
+    return x if part.shape == x.shape else rows_first(*part.shape, like=x).copy_(part)
 
 
 def row_statistics(
