@@ -2,7 +2,7 @@
 
 import pytest
 
-from groundup.bench.parallel import measured_shares, merged, overlap, split_trace
+from groundup.bench.parallel import measured_shares, merged, split_trace
 
 
 def event(name: str, start: float, end: float, kind: str = "kernel") -> dict:
@@ -22,7 +22,6 @@ def test_exposed_communication_is_what_no_kernel_hides():
     communication, other = split_trace(events, on_cuda=True)
     assert communication == [(10, 40)]
     assert other == [(0, 22), (35, 36)]
-    assert overlap(communication, other) == 13
     assert measured_shares(communication, other, steps=1) == {
         "time.communication": pytest.approx(0.030),
         "time.exposed": pytest.approx(0.017),
@@ -42,5 +41,3 @@ def test_a_step_whose_device_waits_for_the_host_is_bound_by_it():
 
 def test_spans():
     assert merged([(3, 4), (0, 2), (1, 3), (9, 9)]) == [(0, 4), (9, 9)]
-    assert overlap([(0, 10)], [(1, 2), (4, 12)]) == 7
-    assert overlap([], [(0, 1)]) == 0

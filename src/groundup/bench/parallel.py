@@ -263,8 +263,8 @@ def shares(step: Callable[[], Any], device: torch.device, steps: int = 2) -> dic
 
 def measured_shares(communication: Spans, other: Spans, steps: int) -> dict[str, Any]:
     """What two lists of disjoint spans in µs say of `steps` steps."""
-    total, exposed = length(communication), length(communication) - overlap(communication, other)
     busy = merged([*communication, *other])
+    total, exposed = length(communication), length(busy) - length(other)
     span = busy[-1][1] - busy[0][0] if busy else 0.0
     idle = span - length(busy)
     return {
@@ -308,18 +308,6 @@ def merged(spans: Spans) -> Spans:
 
 def length(spans: Spans) -> float:
     return sum(end - start for start, end in spans)
-
-
-def overlap(first: Spans, second: Spans) -> float:
-    """The length of the intersection of two lists of disjoint spans in order."""
-    total, i, j = 0.0, 0, 0
-    while i < len(first) and j < len(second):
-        total += max(0.0, min(first[i][1], second[j][1]) - max(first[i][0], second[j][0]))
-        if first[i][1] < second[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total
 
 
 def at_context(model: ModelConfig, context_length: int) -> ModelConfig:

@@ -77,13 +77,6 @@ def _columns(rows: list[dict[str, Any]]) -> Columns:
     """Numeric fields of the rows as columns, in the order of their steps (a later row of the same step wins)."""
     by_step = {row["step"]: row for row in rows}
     ordered = [by_step[step] for step in sorted(by_step)]
-    names = {"step": None} | {name: None for row in ordered for name, value in row.items() if _is_number(value)}
-    return {name: np.array([_number(row.get(name)) for row in ordered], dtype=np.float64) for name in names}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _number(value: Any) -> float:
-    return float(value) if _is_number(value) else float("nan")
+    numbers = (name for row in ordered for name, value in row.items() if type(value) in (int, float))
+    # None, and a field that a row lacks, become NaN.
+    return {name: np.array([row.get(name) for row in ordered], dtype=np.float64) for name in ("step", *numbers)}

@@ -11,7 +11,6 @@ for a device that the account does not know, CPUs among them, unless --hardware 
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from itertools import product
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ import torch
 from groundup.account import GPUS, gpu
 from groundup.account import parameters as parameter_counts
 from groundup.account.memory import kv_cache_bytes
-from groundup.bench.benchmark import Benchmark, Measurement, SweepOptions, at_least, numbers, shapes, words
+from groundup.bench.benchmark import Benchmark, Measurement, SweepOptions, at_least, grid, numbers, shapes, words
 from groundup.bench.cells import Parameters
 from groundup.bench.check import hardware_of
 from groundup.bench.environment import environment
@@ -67,32 +66,19 @@ def cells(options: Options) -> list[Parameters]:
         at_least(value, flag, 1)
     if options.hardware:
         gpu(options.hardware)  # refuses an unknown name
-    device = resolve_device(options.device)
-    found: list[Parameters] = []
-    outer = product(
-        words(options.compile, "--compile", ("no", "yes")), words(options.precision, "--precision", tuple(DTYPES))
-    )
-    for compiled, precision in outer:
-        for name, shape in shapes(options.size, options.config).items():
-            for batch in numbers(options.batch, "--batch"):
-                for prompt in numbers(options.prompt, "--prompt"):
-                    _check_room(name, shape, prompt + options.warmup + options.steps, options)
-                    found.append(
-                        {
-                            "size": name,
-                            **{field: getattr(shape, field) for field in SHAPE},
-                            "precision": precision,
-                            "compile": compiled,
-                            "batch_size": batch,
-                            "prompt_tokens": prompt,
-                            "warmup": options.warmup,
-                            "prefills": options.prefills,
-                            "steps": options.steps,
-                            "hardware": options.hardware,
-                            "seed": options.seed,
-                            "device": device,
-                        }
-                    )
+    found = []
+    fixed = {name: getattr(options, name) for name in ("warmup", "prefills", "steps", "hardware", "seed")}
+    for cell in grid(
+        fixed | {"device": resolve_device(options.device)},
+        compile=words(options.compile, "--compile", ("no", "yes")),
+        precision=words(options.precision, "--precision", tuple(DTYPES)),
+        shape=shapes(options.size, options.config).items(),
+        batch_size=numbers(options.batch, "--batch"),
+        prompt_tokens=numbers(options.prompt, "--prompt"),
+    ):
+        name, shape = cell.pop("shape")
+        _check_room(name, shape, cell["prompt_tokens"] + options.warmup + options.steps, options)
+        found.append({"size": name} | {field: getattr(shape, field) for field in SHAPE} | cell)
     return found
 
 
@@ -153,7 +139,7 @@ def run(parameters: Parameters, device: torch.device) -> Measurement:
         "time.step": summary(then.phases["step"]),
         "memory.read_per_step": step_bytes(subject.model.config, parameters, warmup),
         "memory.kv_cache": kv_cache_bytes(
-            subject.model.config, subject.rows, subject.model.config.context_length, _itemsize(parameters)
+            subject.model.config, subject.rows, subject.model.config.context_length, subject.cache.keys.element_size()
         ),
     }
     tokens = subject.rows * int(parameters["prompt_tokens"])
@@ -170,14 +156,10 @@ def run(parameters: Parameters, device: torch.device) -> Measurement:
     return Measurement(metrics, stamp | then.stamp, notes)
 
 
-def _itemsize(parameters: Parameters) -> int:
-    return DTYPES[str(parameters["precision"])].itemsize
-
-
 def step_bytes(config: ModelConfig, cell: Parameters, warmup: int) -> int:
     """Bytes that a timed step must read, mean over the timed steps: every matrix and gain once, each row's embedding,
     and keys and values of the tokens held, the new one included."""
-    table, itemsize = parameter_counts(config), _itemsize(cell)
+    table, itemsize = parameter_counts(config), DTYPES[str(cell["precision"])].itemsize
     rows = int(cell["batch_size"])
     weights = table["matrix"] + table["norms"] + rows * config.d_model
     held = int(cell["prompt_tokens"]) + warmup + (int(cell["steps"]) + 1) / 2
