@@ -652,11 +652,34 @@ def fsdp_loads_whole_weights_by_name():
 
 
 @check
+def fsdp_shards_layers_of_the_callers_own_classes():
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.arange(12.0).view(3, 4) / 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.T
+
+    net, x = nn.Sequential(Own(), nn.Linear(3, 2)), torch.ones(1, 4)
+    truth = copy.deepcopy(net)
+    engine = FSDP(net, layer_types=(Own,))
+    assert [unit.names for unit in engine.units] == [["0.weight"]]
+    assert engine.replicated == [net[1].weight, net[1].bias]
+    engine(x).sum().backward()
+    engine.finish_gradient_synchronization()
+    truth(x).sum().backward()
+    assert torch.equal(engine.units[0].pieces[0].grad, engine.units[0].cut(0, truth[0].weight.grad))
+    assert torch.equal(net[1].weight.grad, truth[1].weight.grad)
+
+
+@check
 def fsdp_reduces_within_the_groups_timeout():
     """That of the whole world, or of the group that shares; a new group would have the backend's."""
-    for group, seconds in ((None, 240), (dist.new_group(timeout=timedelta(seconds=77)), 77)):
-        backend = FSDP(line_net(), group=group)._reduce_group._get_backend(torch.device("cpu"))
-        assert backend.options._timeout == timedelta(seconds=seconds)
+    for group in (dist.group.WORLD, dist.new_group(timeout=timedelta(seconds=77))):
+        reduces = FSDP(line_net(), group=group)._reduce_group
+        told, found = (g._get_backend(torch.device("cpu")).options._timeout for g in (group, reduces))
+        assert found == told < timedelta(minutes=10)
 
 
 @check

@@ -103,20 +103,18 @@ def parallelize(
     return WHOLE[parallel.data](model, **common), optimizer
 
 
-def materialiser(model: TransformerLM, seed: int, kind: str = "cpu") -> Callable[[nn.Module], None]:
-    """For a model on the meta device: gives one module memory on a `kind`, and the values of model.init_weights(seed).
+def materialiser(model: TransformerLM, seed: int) -> Callable[[nn.Module], None]:
+    """For a model on the meta device: gives one module memory on the CPU, and the values of model.init_weights(seed).
 
-    Called for every module in the order of modules(), it draws the very numbers that a whole model would get on a
-    device of that kind.
+    Called for every module in the order of modules(), it draws the very numbers that a whole model would get there.
     """
-    device = torch.device(kind)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
 
     @torch.no_grad()
     def materialise(module: nn.Module) -> None:
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         if any(tensor.is_meta for tensor in own):
-            module.to_empty(device=device, recurse=False)
+            module.to_empty(device="cpu", recurse=False)
             model.init_module(module, generator)
 
     return materialise

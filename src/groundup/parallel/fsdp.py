@@ -58,6 +58,7 @@ class FSDP(DataParallel):
         **common: Any,
     ):
         """`prefetch`: units gathered ahead, 0 to 2. `common`: see DataParallel; reduce_dtype None: the master weights'.
+        `layer_types`: whose parameters are sharded, where `units` does not say it; a model's own classes, for instance.
 
         `materialise`, for a module on the meta device, gives one module's own parameters and buffers memory and values;
         it is called for every module in the order of `modules()`, and no more than one unit is whole at a time.
