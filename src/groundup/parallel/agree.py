@@ -29,19 +29,14 @@ class DisagreementError(UserError):
     """Ranks that do not hold the same; the message names the rank and what differs."""
 
 
-def describe(named: Iterable[tuple[str, Tensor]]) -> list[list[Any]]:
-    """[name, shape, dtype, requires_grad] of each tensor."""
-    return [[name, list(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad] for name, t in named]
-
-
 def check_agreement(module: nn.Module, group: Any = None, timeout: float = START_TIMEOUT) -> None:
     """Raise DisagreementError on every rank unless names, shapes, dtypes and requires_grad are everywhere the same."""
     tensors = [*module.named_parameters(), *((f"buffer {name}", b) for name, b in module.named_buffers())]
-    check_same(describe(tensors), "parameter", group, timeout)
+    check_same(tensors, group, timeout)
 
 
-def check_same(rows: list, what: str, group: Any = None, timeout: float = START_TIMEOUT) -> None:
-    """Raise DisagreementError on every rank with the first of `rows` (JSON values) that differs from rank 0's.
+def check_same(named: Iterable[tuple[str, Tensor]], group: Any = None, timeout: float = START_TIMEOUT) -> None:
+    """Raise DisagreementError on every rank with the first tensor that looks different from rank 0's.
 
     Ranks that do not get here within `timeout` seconds are named as well. Every rank must call it, in the same order.
     """
@@ -50,6 +45,7 @@ def check_same(rows: list, what: str, group: Any = None, timeout: float = START_
     members = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
     _calls[members] += 1
     prefix = f"groundup/agree/{'-'.join(map(str, members))}/{_calls[members]}"
+    rows = [[name, list(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad] for name, t in named]
     text = json.dumps(rows)
     store.set(f"{prefix}/rows/{rank}", text)
     store.set(f"{prefix}/digest/{rank}", sha256(text.encode()).hexdigest())
@@ -59,27 +55,25 @@ def check_same(rows: list, what: str, group: Any = None, timeout: float = START_
             store.wait([f"{prefix}/digest/{other}"], timedelta(seconds=timeout))
         except (dist.DistStoreError, RuntimeError):
             raise DisagreementError(
-                f"rank {other} did not come to compare its {what}s within {timeout:g} s; look for its error above"
+                f"rank {other} did not come to compare its parameters within {timeout:g} s; look for its error above"
             ) from None
         digests.append(store.get(f"{prefix}/digest/{other}"))
     for other in range(1, size):
         if digests[other] != digests[0]:
             first, second = (json.loads(store.get(f"{prefix}/rows/{r}")) for r in (0, other))
-            raise DisagreementError(_difference(first, second, other, what))
+            raise DisagreementError(_difference(first, second, other))
 
 
-def _difference(first: list, second: list, other: int, what: str) -> str:
+def _difference(first: list[list[Any]], second: list[list[Any]], other: int) -> str:
     for a, b in zip(first, second, strict=False):
         if a != b:
-            return f"ranks disagree on {what} {_words(a)}: rank 0 has {_words(a)}, rank {other} has {_words(b)}"
+            return f"ranks disagree on parameter {_words(a)}: rank 0 has {_words(a)}, rank {other} has {_words(b)}"
     longer, rank, lacks = (first, 0, other) if len(first) > len(second) else (second, other, 0)
     extra = longer[min(len(first), len(second))]
-    return f"ranks disagree: rank {rank} has the {what} {_words(extra)}, which rank {lacks} lacks"
+    return f"ranks disagree: rank {rank} has the parameter {_words(extra)}, which rank {lacks} lacks"
 
 
-def _words(row: Any) -> str:
-    if not (isinstance(row, list) and len(row) == 4 and isinstance(row[1], list)):
-        return str(row)
+def _words(row: list[Any]) -> str:
     name, shape, dtype, trainable = row
     return f"{name} {tuple(shape)} {dtype}{'' if trainable else ', frozen'}"
 

@@ -36,9 +36,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Add a group on every rank alike. Raises DisagreementError otherwise."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        rows = [[str(i), list(p.shape), str(p.dtype), True] for i, p in enumerate(group["params"])]
         try:
-            check_same(rows, "parameter", self.group, self.timeout)
+            check_same(((str(i), p) for i, p in enumerate(group["params"])), self.group, self.timeout)
         except DisagreementError:
             self.param_groups.pop()
             raise
