@@ -133,6 +133,29 @@ def test_adamw_moves_vectors(asked: bool):
     assert report.ptx.count("ld.global.v4") >= 16
 
 
+@pytest.mark.parametrize("limit", [SHARED_LIMIT, 166_912, 101_376])
+@pytest.mark.parametrize(
+    ("kind", "block", "extra"),
+    [("fp32", 16384, False), ("fp32", 16384, True), ("bf16", 16384, True), ("fp32", 8192, True), ("bf16", 1024, True)],
+)
+def test_the_norm_s_backward_fits_in_shared_memory(kind: str, block: int, extra: bool, limit: int):
+    """Limits of an H200, an A100 and an RTX 3090."""
+    from groundup.kernels.rms_norm_triton import backward_block_of, backward_kernel
+
+    loaded = (4 if kind == "fp32" else 2) * (3 if extra else 2)
+    columns, rows, warps, _, stages = backward_block_of(block, loaded, limit)
+    assert columns == block
+    types = dict.fromkeys(backward_kernel.arg_names, "i32") | dict.fromkeys(["X", "D_OUT", "EXTRA_GRAD"], f"*{kind}")
+    types |= dict.fromkeys(["WEIGHT", "RSTD", "PARTS"], "*fp32") | {"D_X": f"*{kind}"}
+    strides = ("width", "x_stride", "d_stride", "extra_stride")
+    constants = {"BLOCK": block, "ROWS": rows, "EXTRA": extra, "STAGES": stages}
+    report = compile_kernel(backward_kernel, types, constants, aligned=strides, num_warps=warps)
+    assert report.shared <= limit
+    if limit == SHARED_LIMIT and (kind, block) != ("fp32", 16384):
+        assert stages == 3
+        assert 2 * block * rows * loaded <= report.shared
+
+
 def gluon_descriptor(kind, item: str, *shape: int) -> str:
     from triton.experimental.gluon import language as gl
 

@@ -23,6 +23,7 @@ from groundup.kernels.backend import (
     launch,
     n_multiprocessors,
     note_fallback,
+    shared_memory,
 )
 
 WIDEST = 65536
@@ -143,7 +144,9 @@ def backward_op(
     n_rows, width = rows.shape
     d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    block, a_program, warps, a_multiprocessor, stages = backward_block_of(width)
+    loaded = x.itemsize + d_out.itemsize + (0 if d_total is None else d_total.itemsize)
+    plan = backward_block_of(width, loaded, shared_memory(x.device))
+    block, a_program, warps, a_multiprocessor, stages = plan
     programs = min(n_multiprocessors(x.device) * a_multiprocessor, -(-n_rows // a_program))
     parts = x.new_empty(programs, width, dtype=torch.float32)
     launch(x, backward_kernel, programs,

@@ -12,12 +12,17 @@ def block_of(width: int) -> tuple[int, int, int]:
     return block, max(1, 2048 // block), min(16, max(4, block // 1024))
 
 
-def backward_block_of(width: int) -> tuple[int, int, int, int, int]:
-    """(columns, rows a step, warps, programs a multiprocessor, stages) of the backward, measured on an H200."""
+def backward_block_of(width: int, bytes_a_column: int, shared: int) -> tuple[int, int, int, int, int]:
+    """(columns, rows a step, warps, programs a multiprocessor, stages) of the backward, measured on an H200.
+
+    All stages but one hold what a row loads, `bytes_a_column` wide, in the `shared` bytes that a block may use.
+    """
     block = max(16, 1 << (width - 1).bit_length())
-    warps = min(32, max(4, block // 512))
+    rows, warps = max(1, 512 // block), min(32, max(4, block // 512))
     programs = 8 if block <= 1024 else max(1, 16 // warps)
-    return block, max(1, 512 // block), warps, programs, 3 if block <= 16384 else 1
+    # Besides them 1 KiB for the sums over a row.
+    fitting = 1 + (shared - 1024) // (rows * block * bytes_a_column)
+    return block, rows, warps, programs, max(1, min(3 if block <= 16384 else 1, fitting))
 
 
 @triton.jit(do_not_specialize=["n_rows"])
