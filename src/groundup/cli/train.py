@@ -53,8 +53,8 @@ def main(argv: list[str], prog: str) -> int:
 
 def run_process(args: Args) -> int:
     """One process of the run; all of them get the same arguments."""
-    begun = (args.out / "config.toml").exists()
-    config = args.run if begun else resolved(args.run)
+    # A resume takes what rank 0 finds: another machine may not see the run.
+    config = args.run if args.resume or (args.out / "config.toml").exists() else resolved(args.run)
     from groundup.parallel.processes import this_world
     from groundup.train import ConsoleProgress, train
 
