@@ -6,22 +6,31 @@ import shutil
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from dataclasses import replace
+from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
-from tiny_runs import VOCAB
+from tiny_runs import VOCAB, write_tokens
 
+from groundup.cli import main
 from groundup.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from groundup.errors import UserError
+from groundup.model import TransformerLM
 from groundup.parallel import launch
+from groundup.parallel.ddp import OverlapDDP
+from groundup.parallel.engine import parallelize
 from groundup.parallel.processes import World, connect, disconnect, this_world
 from groundup.train import train
-from groundup.train.job import build
+from groundup.train.job import Job, build
 from groundup.train.resume import at_world_size, save, start
 from groundup.train.run_directory import RunDirectory
 
@@ -59,15 +68,19 @@ def config(tokens: Path, engine: str, **changes: Any) -> RunConfig:
     return RunConfig(shape, moves, loop, DataConfig(path=str(tokens)), ParallelConfig(**parallel))
 
 
-def train_all(tokens: Path, out: Path, engines: list[str], pairs: Sequence[tuple[str, str]] = ()) -> None:
-    """Train with each engine; then load and save for each pair, into out/again."""
+def train_all(
+    tokens: Path, out: Path, engines: list[str], pairs: Sequence[tuple[str, str]] = (), apart: Path | None = None
+) -> dict[str, Any]:
+    """Train with each engine; then load and save for each pair, into out/again; then `differing` in `apart`."""
     torch.set_num_threads(1)
     world = this_world()
     connect(world, torch.device("cpu"), timeout=240)
     for engine in engines:
         assert not train(config(tokens, engine), out / engine).interrupted
     take_over(world, out, out / "again", pairs)
+    found = differing(tokens, apart, out / "bucketed", world.rank) if apart else {}
     disconnect()
+    return found
 
 
 def reload_all(out: Path, again: Path, pairs: Sequence[tuple[str, str]]) -> None:
@@ -141,5 +154,80 @@ def with_shards(tokens: Path, out: Path, pairs: Sequence[tuple[str, str]]) -> No
     train(config(tokens, "dcp"), out / "killed" / "dcp", resume=True)
 
 
-def spawned(world: int, function: Any, *arguments: Any) -> None:
-    launch.spawn(function, world, *arguments)
+def differing(tokens: Path, out: Path, saved: Path, rank: int) -> dict[str, Any]:
+    """How many steps a length in tokens takes; what this rank says where the ranks differ.
+
+    Each has a directory of its own in `out`, as on machines that share no file system; rank 0's holds the run `saved`.
+    """
+    alike, found = config(tokens, "bucketed"), {}
+    length = replace(alike.train, steps=0, tokens=12 * 32 * 6, global_batch_size=0, eval_every=0, save_every=0)
+    found["steps"] = train(replace(alike, train=length), out / "length").step
+    home = out / str(rank)
+    home.mkdir()
+    os.chdir(home)
+    write_tokens(Path("tokens"), seed=rank)
+    found["tokens"] = refusal(replace(alike, data=DataConfig(path="tokens")), out / "refused")
+    with patch("groundup.train.device.choose_precision", lambda *_: ("fp32", "bf16-mixed")[rank]):
+        found["precision"] = refusal(replace(alike, train=replace(alike.train, precision="auto")), out / "refused")
+    if rank == 0:
+        shutil.copytree(saved, "run")
+    with patch("groundup.train.checkpoint.SHOWN_WITHIN", 1.0), redirect_stderr(StringIO()) as said:
+        found["resume"] = main(["train", "--out", "run", "--resume"]), said.getvalue()
+    return found
+
+
+def refusal(wanted: RunConfig, out: Path) -> str:
+    try:
+        train(wanted, out)
+    except UserError as error:
+        return str(error)
+    return "it trained"
+
+
+def compile_all(tokens: Path, out: Path, engines: list[str]) -> dict[str, tuple[int, int, list[str]]]:
+    """`compiled` with each engine."""
+    torch.set_num_threads(1)
+    connect(this_world(), torch.device("cpu"), timeout=240)
+    found = {engine: compiled(tokens, engine, out / engine) for engine in engines}
+    disconnect()
+    return found
+
+
+def compiled(tokens: Path, engine: str, out: Path) -> tuple[int, int, list[str]]:
+    """Train with compiled blocks: graphs, breaks, and what happened in each step's last backward until the first block
+    was through: "l" for a reduction that was launched.
+    """
+    wanted = config(tokens, engine, compile=True)
+    wanted = replace(wanted, parallel=replace(wanted.parallel, bucket_mb=0.02))
+    log: list[str] = []
+
+    def noted(letter: str, function: Any) -> Any:
+        return lambda *args, **keywords: (log.append(letter), function(*args, **keywords))[1]
+
+    def on_embedding(_module: Any, _args: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            log.append("f")
+            output.register_hook(lambda _: log.append("b"))
+
+    def watched(model: TransformerLM, *args: Any) -> Any:
+        model.token_embeddings.register_forward_hook(on_embedding)
+        return parallelize(model, *args)
+
+    from torch._dynamo.utils import counters  # costs seconds
+
+    torch.compiler.reset()
+    counters.clear()
+    with (
+        patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")),
+        patch.object(dist, "reduce_scatter_tensor", noted("l", dist.reduce_scatter_tensor)),
+        patch.object(OverlapDDP, "_all_reduce", noted("l", OverlapDDP._all_reduce)),
+        patch("groundup.train.job.parallelize", watched),
+        patch.object(Job, "clip_grad_norm", noted("e", Job.clip_grad_norm)),
+    ):
+        train(wanted, out)
+    last = [step.rpartition("f")[2].partition("b")[0] for step in "".join(log).split("e")[:-1]]
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), last
+
+
+def spawned(world: int, function: Any, *arguments: Any) -> list[Any]:
+    return launch.spawn(function, world, *arguments)

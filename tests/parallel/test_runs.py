@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from runs import config, go_on, reload_all, spawned, train_all
+from runs import compile_all, config, go_on, reload_all, spawned, train_all
 from safetensors.torch import load_file
 from tiny_runs import read_metrics, write_tokens
 
@@ -40,10 +40,16 @@ def tokens(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pairs_of_runs(tokens, tmp_path_factory):
+def two_ranks(tokens, tmp_path_factory):
+    """(directory of the runs in two processes, that of `differing`, what each rank found there)."""
+    two, apart = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("apart")
+    return two, apart, spawned(2, train_all, tokens, two, [*OURS, *BF16, "torch-fsdp2-bf16"], PAIRS, apart)
+
+
+@pytest.fixture(scope="module")
+def pairs_of_runs(two_ranks, tokens, tmp_path_factory):
     """(directory of the runs in two processes, of those in one)."""
-    two, one = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("one")
-    spawned(2, train_all, tokens, two, [*OURS, *BF16, "torch-fsdp2-bf16"], PAIRS)
+    two, one = two_ranks[0], tmp_path_factory.mktemp("one")
     for engine in ("bucketed", "muon"):
         # One process sums the same four micro-batches in another order; with two, in the very order of two ranks.
         train(config(tokens, engine), one / engine)
@@ -106,19 +112,23 @@ def test_more_processes_take_over_what_two_saved(pairs_of_runs, tmp_path, world)
     check_reloaded(pairs_of_runs[0], tmp_path, world, PAIRS)
 
 
+def cut_short(run: Path, copy: Path) -> None:
+    """Copy a finished run so that its last three steps are still to do."""
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "checkpoints" / "step-00000006")
+
+
 @pytest.mark.parametrize("engine", ["bucketed", "zero1", "fsdp"])
 def test_one_process_goes_on_and_ends_like_two(pairs_of_runs, tokens, tmp_path, engine):
     two, _ = pairs_of_runs
-    shutil.copytree(two / engine, tmp_path / engine)
-    shutil.rmtree(tmp_path / engine / "checkpoints" / "step-00000006")
+    cut_short(two / engine, tmp_path / engine)
     go_on(tokens, tmp_path, engine)
     compare(tmp_path / engine, two / engine, 3e-6)
 
 
 def test_the_command_line_goes_on_with_another_number_of_processes(pairs_of_runs, tmp_path, capsys):
     two, _ = pairs_of_runs
-    shutil.copytree(two / "bucketed", tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
+    cut_short(two / "bucketed", tmp_path / "run")
     assert main(["train", "--out", str(tmp_path / "run"), "--resume"]) == 0, capsys.readouterr().err
     compare(tmp_path / "run", two / "bucketed", 3e-6)
 
@@ -135,8 +145,7 @@ def free_port() -> int:
 def test_srun_needs_nothing_else(pairs_of_runs, tmp_path):
     """Slurm's variables alone: rank and size, the meeting point from the list of hosts and the job's number."""
     two, _ = pairs_of_runs
-    shutil.copytree(two / "bucketed", tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
+    cut_short(two / "bucketed", tmp_path / "run")
     slurm = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(free_port() - 15000), "SLURM_STEP_ID": "0"}
     slurm["SLURM_JOB_NODELIST"] = "localhost"
     command = [sys.executable, "-m", "groundup.cli", "train", "--out", str(tmp_path / "run"), "--resume"]
@@ -155,12 +164,35 @@ def test_srun_needs_nothing_else(pairs_of_runs, tmp_path):
     compare(tmp_path / "run", two / "bucketed", 0.0)
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "{port}"]
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", "-x", "MASTER_ADDR", "-x", "MASTER_PORT"]
+without_mpi = pytest.mark.skipif(shutil.which("ompi_info") is None, reason="no Open MPI")
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(TORCHRUN, id="torchrun"),
+        pytest.param([*MPIRUN, sys.executable], id="mpirun", marks=[pytest.mark.slow, without_mpi]),
+    ],
+)
+def test_other_launchers_give_the_same_run(pairs_of_runs, tmp_path, launcher):
+    two, _ = pairs_of_runs
+    cut_short(two / "bucketed", tmp_path / "run")
+    port = str(free_port())
+    command = [word.format(port=port) for word in launcher]
+    command += ["-m", "groundup.cli", "train", "--out", str(tmp_path / "run"), "--resume"]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    done = subprocess.run(command, env=os.environ | meeting, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    compare(tmp_path / "run", two / "bucketed", 0.0)
+
+
 @pytest.mark.slow
 def test_two_processes_go_on_bit_for_bit(pairs_of_runs, tokens, tmp_path):
     two, _ = pairs_of_runs
     for engine in ("bucketed", "zero1", "fsdp"):
-        shutil.copytree(two / engine, tmp_path / engine)
-        shutil.rmtree(tmp_path / engine / "checkpoints" / "step-00000006")
+        cut_short(two / engine, tmp_path / engine)
         spawned(2, go_on, tokens, tmp_path, engine)
         compare(tmp_path / engine, two / engine, 0.0)
 
@@ -209,6 +241,38 @@ def test_a_saved_batch_is_dealt_out_anew(tokens):
         assert train_config.global_batch_size == 12
     with pytest.raises(UserError, match="cannot be dealt out to 5"):
         at_world_size(saved, 5)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train_as_one_and_leave_the_overlap(pairs_of_runs, tokens, tmp_path):
+    for found in spawned(2, compile_all, tokens, tmp_path, ["bucketed", "zero1", "fsdp"]):
+        for engine, (graphs, breaks, last_backwards) in found.items():
+            assert (1 <= graphs <= 2, breaks, len(last_backwards)) == (True, 0, 6), engine
+            assert all("l" in events for events in last_backwards), (engine, last_backwards)
+            compare(tmp_path / engine, pairs_of_runs[1] / "bucketed", 3e-6)
+
+
+def test_more_processes_take_fewer_steps_over_the_same_tokens(two_ranks, tokens):
+    _, apart, found = two_ranks
+    assert [rank["steps"] for rank in found] == [12, 12]
+    assert read_metrics(apart / "length")[-1]["tokens"] == 12 * 32 * 6
+    length = replace(config(tokens, "bucketed").train, steps=0, tokens=12 * 32 * 6, global_batch_size=0)
+    assert [length.resolve(32, world).steps for world in (1, 2, 4)] == [24, 12, 6]
+
+
+def test_ranks_that_differ_do_not_train(two_ranks):
+    first, second = two_ranks[2]
+    assert first["tokens"] == second["tokens"]
+    assert first["tokens"].startswith("ranks disagree on the token files in tokens: rank 0 has ")
+    assert first["precision"] == second["precision"]
+    assert first["precision"].startswith("ranks disagree on train.precision: rank 0 has fp32, rank 1 has bf16-mixed")
+
+
+def test_a_rank_that_does_not_see_the_run_ends_its_resume_with_a_line(two_ranks):
+    first, second = two_ranks[2]
+    assert first["resume"] == second["resume"]
+    assert first["resume"][0] == 2
+    assert "rank 1 does not see run, where rank 0 writes" in first["resume"][1]
 
 
 @pytest.mark.slow
