@@ -186,6 +186,23 @@ def test_progress_runs_to_the_total(tmp_path, small_jobs):
     assert calls[-1][1] == size + 1
 
 
+def test_more_threads_have_smaller_jobs_and_write_the_same(tmp_path):
+    """Else the text in memory would grow with the threads. A single document is cut at the same place all the same."""
+    words = "".join(f"word{number * 7919 % 10_007}" + " \n"[number % 100_000 == 0] for number in range(300_000))
+    many = write(tmp_path / "many.txt", EOT.join(words[start : start + 500] for start in range(0, len(words), 500)))
+    alone = write(tmp_path / "one.txt", words)
+    jobs, written = [], []
+    for threads in (1, 16):
+        for text in (many, alone):
+            phases, out = [], tmp_path / str(threads)
+            told = lambda phase, *_, phases=phases: phases.append(phase)  # noqa: E731
+            tokenize_corpus([text], None, byte_tokenizer(), out, 0.4, threads=threads, progress=told)
+            jobs.append(phases.count("encode"))
+            written.append([(out / name).read_bytes() for name in ("train.npy", "valid.npy", "train.docs.npy")])
+    assert jobs[0] < 6 < 12 <= jobs[2]
+    assert written[:2] == written[2:]
+
+
 class Broken(Exception):
     pass
 

@@ -8,7 +8,6 @@ from texts import END
 
 from groundup.tokenizer import Tokenizer
 
-
 NAMES = ["code_16mb", "english_100mb", "multilingual_20mb", "stories_train", "stories_valid"]
 
 

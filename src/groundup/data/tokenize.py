@@ -4,7 +4,8 @@ The text is read as blocks of about a megabyte (corpus.py), gathered into jobs; 
 documents, encode those, each with its `<|endoftext|>`, and the results are appended in order. What holds the
 interpreter's lock is a loop in C over a block; the core releases it. One call encodes a whole job, separators included,
 so a corpus of short documents costs no call each; where the documents end is read off the ids. In memory are at most
-two jobs a thread and two more, whatever the size of the corpus or of its documents.
+two jobs a thread and two more, which the number of threads makes smaller, whatever the size of the corpus or of its
+documents.
 
 Validation is the second group of paths, or a fraction of the documents of the first: a first pass counts them, on the
 same threads (and meets invalid bytes before any work is done), and document i is validation if a keyed permutation
@@ -40,6 +41,9 @@ from groundup.tokenizer.training import Progress, available_threads
 
 DEFAULT_VALID_FRACTION = 0.01
 JOB_BYTES = 1 << 20
+# Text of the jobs that wait, run or are done but not written. The process takes several times as much: copies, ids, and
+# what each thread's part of the heap keeps.
+_WAITING_BYTES = 6 << 20
 _JOBS_A_FLUSH = 32
 _SEPARATOR = SEPARATOR.encode()
 _SPLIT_SEED = 0
@@ -138,7 +142,8 @@ def tokenize_corpus(
 
     threads = available_threads(threads)
     counts = ReadCounts()
-    reader = _Reader(errors, counts, _piece_bytes(tokenizer), text_field, threads, tell)
+    job_bytes = max(1, min(JOB_BYTES, _WAITING_BYTES // _most_waiting(threads)))
+    reader = _Reader(errors, counts, _cuts_long(tokenizer), text_field, threads, tell, job_bytes)
     if valid is None:
         how, choice, jobs = _split(reader, files["train"], fraction)
     else:
@@ -179,7 +184,7 @@ def tokenize_corpus(
 
 
 def _write(
-    encoded: Iterator[tuple[_Job, _Encoded]],
+    encoded: Iterator[tuple[int, _Encoded]],
     writers: dict[str, _SplitWriter],
     counts: ReadCounts,
     beside: ThreadPoolExecutor,
@@ -187,12 +192,12 @@ def _write(
 ) -> None:
     """Append every job's ids. They are flushed to disk on the way, beside everything else, not all at the end."""
     flushed: Future[None] | None = None
-    for number, (job, (parts, empty, replaced)) in enumerate(encoded, 1):
+    for number, (read, (parts, empty, replaced)) in enumerate(encoded, 1):
         for part in parts:
             writers[part.split].append(part)
         counts.empty += empty
         counts.replaced += replaced
-        tell("encode", job.read)
+        tell("encode", read)
         if number % _JOBS_A_FLUSH == 0 and (flushed is None or flushed.done()):
             flushed = beside.submit(writers["train"].tokens.sync)
     if flushed is not None:
@@ -237,32 +242,34 @@ def _refuse_shared(train: list[Path], valid: list[Path]) -> None:
             )
 
 
-def _piece_bytes(tokenizer: Tokenizer) -> int:
+def _cuts_long(tokenizer: Tokenizer) -> bool:
     """Long documents stay whole where a cut could change ids: where a special token holds white space, as it could fall
     into that, and where the pattern is not one of those whose boundaries are known."""
     blank = any(char.isspace() for token in tokenizer.special_tokens for char in token)
-    return 1 << 62 if blank or tokenizer.pattern not in _KNOWN_PATTERNS else JOB_BYTES
+    return not blank and tokenizer.pattern in _KNOWN_PATTERNS
 
 
 @dataclass
 class _Reader:
     errors: str
     counts: ReadCounts
-    piece_bytes: int
+    cuts_long: bool
     text_field: str
     threads: int
     tell: _Tell
+    job_bytes: int
 
     def jobs(self, files: list[Path], split: str = "", counts: ReadCounts | None = None) -> Iterator[_Job]:
-        """The text in order, gathered into jobs of at least JOB_BYTES (the last: less)."""
+        """The text in order, gathered into jobs of at least `job_bytes` (the last: less)."""
         counts = self.counts if counts is None else counts
-        how = {"errors": self.errors, "block_bytes": JOB_BYTES, "piece_bytes": self.piece_bytes}
+        least = self.job_bytes
+        how = {"errors": self.errors, "block_bytes": least, "piece_bytes": least if self.cuts_long else 1 << 62}
         blocks: list[Block] = []
         size = 0
         for block in read_blocks(files, counts=counts, text_field=self.text_field, **how):
             blocks.append(block)
             size += len(block.text)
-            if size >= JOB_BYTES:
+            if size >= least:
                 yield _Job(split, blocks, counts.bytes)
                 blocks, size = [], 0
         if blocks:
@@ -276,8 +283,8 @@ class _Reader:
             return sum(len(documents.texts) - documents.unfinished for documents in found)
 
         numbers = []
-        for job, number in _in_order(ended, self.jobs(files, counts=ReadCounts()), self.threads):
-            self.tell("split", job.read)
+        for read, number in _in_order(ended, self.jobs(files, counts=ReadCounts()), self.threads):
+            self.tell("split", read)
             numbers.append(number)
         return numbers
 
@@ -299,7 +306,8 @@ def _split(reader: _Reader, files: list[Path], fraction: float) -> tuple[str, _C
     counted = reader.count(files)
     documents = sum(counted)
     if documents < 2:
-        return "end of the only document", None, _split_one(reader, files, fraction)
+        # Where it is cut depends on the pieces, so they must not depend on the threads.
+        return "end of the only document", None, _split_one(replace(reader, job_bytes=JOB_BYTES), files, fraction)
     wanted = min(max(1, round(fraction * documents)), documents - 1)
     return "documents", _Choice(documents, wanted), _numbered(reader.jobs(files), counted)
 
@@ -343,19 +351,24 @@ def _pieces(reader: _Reader, jobs: Iterator[_Job], counts: ReadCounts) -> Iterat
                 yield job, block._replace(text=text, inside=True, ends=not unfinished)
 
 
-def _in_order(work: Callable[[_Job], _T], jobs: Iterator[_Job], threads: int) -> Iterator[tuple[_Job, _T]]:
-    """What the work makes of every job, on threads, in the jobs' order."""
-    waiting: deque[tuple[_Job, Future[_T]]] = deque()
+def _most_waiting(threads: int) -> int:
+    return 2 * threads + 2
+
+
+def _in_order(work: Callable[[_Job], _T], jobs: Iterator[_Job], threads: int) -> Iterator[tuple[int, _T]]:
+    """What the work makes of every job, on threads, in the jobs' order, after the bytes that had been read by its end.
+    A job's text is forgotten as soon as the work is done."""
+    waiting: deque[tuple[int, Future[_T]]] = deque()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="encode")
     try:
         for job in jobs:
-            waiting.append((job, pool.submit(work, job)))
-            if len(waiting) >= 2 * threads + 2:
-                job, future = waiting.popleft()
-                yield job, future.result()
+            waiting.append((job.read, pool.submit(work, job)))
+            if len(waiting) >= _most_waiting(threads):
+                read, future = waiting.popleft()
+                yield read, future.result()
         while waiting:
-            job, future = waiting.popleft()
-            yield job, future.result()
+            read, future = waiting.popleft()
+            yield read, future.result()
     finally:  # an error or Ctrl-C: drop what has not begun
         pool.shutdown(wait=True, cancel_futures=True)
 
