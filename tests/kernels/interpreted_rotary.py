@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from groundup.errors import UserError
 from groundup.kernels import flash_hopper, flash_triton, rotary_attention
 from groundup.kernels.attention import Rule, reference
 from groundup.kernels.elementwise import turned
@@ -41,6 +42,13 @@ def test_against_rope_and_attention_apart(dtype, seq, n_heads, kv, d, softcap, r
     # Nothing that autograd kept was turned in place.
     torch.testing.assert_close(torch.autograd.grad(ours, qkv, flow)[0], grad, rtol=0, atol=0)
     torch.testing.assert_close(qkv.detach(), before, rtol=0, atol=0)
+
+
+def test_heads_that_do_not_fit_are_refused():
+    qkv = torch.randn(1, 8, 7, 16)
+    for n_heads, message in ((3, "2 key heads do not divide 3 query heads"), (4, "3 heads"), (7, "0 heads"), (9, "-2")):
+        with pytest.raises(UserError, match=message):
+            rotary_attention(qkv, None, n_heads, backend="flash-triton")
 
 
 def test_the_operator_is_registered_in_full():

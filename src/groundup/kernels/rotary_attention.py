@@ -12,8 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from groundup.errors import UserError
 from groundup.kernels import flash_hopper, flash_triton
-from groundup.kernels.attention import attention, autocast, pick
+from groundup.kernels.attention import attention, autocast, check, pick
 from groundup.kernels.backend import fit
 from groundup.kernels.elementwise import rope, turn_into
 from groundup.kernels.flash_triton import Rule, rows_first
@@ -38,7 +39,11 @@ def rotary_attention(
     table = (qkv.shape[1], qkv.shape[-1] // 2)
     ok = cos is None or sin is None or (cos.shape == sin.shape == table and qkv.shape[-1] % 2 == 0)
     fit(ok, "rotary_attention", qkv=qkv, cos=cos, sin=sin)
+    left = qkv.shape[2] - n_heads
+    if left <= 0 or left % 2:
+        raise UserError(f"rotary_attention: {left} heads behind {n_heads} query heads are not as many keys as values")
     q, k, v = parts(qkv, n_heads)
+    check(q, k, v, 0, softcap, None)
     chosen = pick(backend, (q, k, v), True, not softcap, simple=not softcap)
     # A head's row must start on 16 bytes, or the gradients could not be written where they belong.
     if chosen in ("flash-triton", "flash-hopper") and q.shape[-1] * q.itemsize % 16 == 0 and qkv.numel():
