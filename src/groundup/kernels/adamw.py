@@ -65,7 +65,7 @@ def adamw_step(
     launch(weights[0], adamw_kernel, len(of_tensor),
         table, of_tensor, start, sizes, table if skip is None else skip.view(torch.uint8),
         table if factor is None else factor.to(device, torch.float32),
-        1 - lr * weight_decay, beta1, beta2, eps,
+        1 - lr * weight_decay, 1 - beta1, 1 - beta2, eps,
         (1 - beta2**step) ** -0.5, lr / (1 - beta1**step),
         BLOCK=BLOCK, BF16_GRADIENTS=gradients[0].dtype == torch.bfloat16, COPIES=bool(copies), ALIGNED=aligned,
         ASKED=skip is not None, SCALED=factor is not None,

@@ -34,14 +34,15 @@ def write(POINTER, i, size, x, WHOLE: tl.constexpr):
 
 @triton.jit
 def update(
-    WEIGHT, GRADIENT, FIRST, SECOND, COPY, i, size, factor, decay, beta1, beta2, eps, unbias, step_size,
+    WEIGHT, GRADIENT, FIRST, SECOND, COPY, i, size, factor, decay, share1, share2, eps, unbias, step_size,
     COPIES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Algorithm 2 for one block."""
     gradient = read(GRADIENT, i, size, WHOLE) * factor
     first = read(FIRST, i, size, WHOLE)
-    second = read(SECOND, i, size, WHOLE) * beta2 + gradient * gradient * (1 - beta2)
-    first = first + (gradient - first) * (1 - beta1)
+    second = read(SECOND, i, size, WHOLE)
+    first = first + (gradient - first) * share1
+    second = second + (gradient * gradient - second) * share2
     weight = read(WEIGHT, i, size, WHOLE) * decay - step_size * first / (tl.sqrt(second) * unbias + eps)
     write(WEIGHT, i, size, weight, WHOLE)
     write(FIRST, i, size, first, WHOLE)
@@ -50,16 +51,17 @@ def update(
         write(COPY, i, size, weight, WHOLE)
 
 
-@triton.jit(do_not_specialize=["decay", "beta1", "beta2", "eps", "unbias", "step_size"])
+@triton.jit(do_not_specialize=["decay", "share1", "share2", "eps", "unbias", "step_size"])
 def adamw_kernel(
-    TABLE, OF_TENSOR, START, SIZES, SKIP, FACTOR, decay, beta1, beta2, eps, unbias, step_size,
+    TABLE, OF_TENSOR, START, SIZES, SKIP, FACTOR, decay, share1, share2, eps, unbias, step_size,
     BLOCK: tl.constexpr, BF16_GRADIENTS: tl.constexpr, COPIES: tl.constexpr, ALIGNED: tl.constexpr,
     ASKED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Rows of TABLE: addresses of weight, gradient, first and second moment, copy. ASKED: nothing moves if SKIP is set.
     SCALED: gradients are multiplied by FACTOR.
 
-    decay = 1 - lr · weight_decay, unbias = 1 / √(1 - β₂ᵗ), step_size = lr / (1 - β₁ᵗ).
+    decay = 1 - lr · weight_decay, share1 = 1 - β₁ and share2 = 1 - β₂ (from the host: of a β near 1, float32 keeps too
+    few digits for that), unbias = 1 / √(1 - β₂ᵗ), step_size = lr / (1 - β₁ᵗ).
     """
     tensor = tl.load(OF_TENSOR + tl.program_id(0))
     start = tl.multiple_of(tl.load(START + tl.program_id(0)), BLOCK)
@@ -78,11 +80,11 @@ def adamw_kernel(
     COPY = tensor_at(TABLE, row + 4, tl.bfloat16 if COPIES else tl.float32, ALIGNED)
     if start + BLOCK <= size:
         update(
-            WEIGHT, GRADIENT, FIRST, SECOND, COPY, i, size, factor, decay, beta1, beta2, eps, unbias, step_size,
+            WEIGHT, GRADIENT, FIRST, SECOND, COPY, i, size, factor, decay, share1, share2, eps, unbias, step_size,
             COPIES, True,
         )  # fmt: skip
     else:
         update(
-            WEIGHT, GRADIENT, FIRST, SECOND, COPY, i, size, factor, decay, beta1, beta2, eps, unbias, step_size,
+            WEIGHT, GRADIENT, FIRST, SECOND, COPY, i, size, factor, decay, share1, share2, eps, unbias, step_size,
             COPIES, False,
         )  # fmt: skip
