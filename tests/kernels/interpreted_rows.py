@@ -45,6 +45,26 @@ def test_rms_norm_of_a_transposed_input_and_an_expanded_gradient():
     torch.testing.assert_close(weight_grad, weight.grad)
 
 
+def test_float64_is_torch_s():
+    """The kernels compute in float32."""
+    x, weight = torch.randn(3, 20, dtype=torch.float64), torch.randn(20, dtype=torch.float64)
+    with pytest.warns(UserWarning, match="float64"):
+        out = rms_norm(x, weight, backend="triton")
+    torch.testing.assert_close(out, rms_norm(x, weight, backend="torch"), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kinds", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_rms_norm_of_two_types_has_the_first_one(kinds):
+    x, r = (torch.randn(3, 20).to(kind).requires_grad_() for kind in kinds)
+    weight = torch.randn(20)
+    ours, theirs = (rms_norm(x, weight, residual=r, backend=backend) for backend in ("triton", "torch"))
+    flows = [torch.randn(3, 20).to(kinds[0]) for _ in range(2)]
+    grads = [torch.autograd.grad(pair, (x, r), flows) for pair in (ours, theirs)]
+    for a, b in zip((*ours, *grads[0]), (*theirs, *grads[1]), strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-6)
+    assert ours[0].dtype == ours[1].dtype == kinds[0]
+
+
 def test_rms_norm_whose_sum_alone_is_used():
     x, r, weight = (torch.randn(shape, requires_grad=True) for shape in ((3, 20), (3, 20), (20,)))
     total = rms_norm(x, weight, residual=r, backend="triton")[1]
@@ -146,6 +166,19 @@ def test_adamw_over_many_tensors(kind: torch.dtype):
     for ours, theirs, copy in zip(weights, truth, copies, strict=True):
         torch.testing.assert_close(ours.double(), theirs.detach(), rtol=2e-6, atol=2e-6)
         torch.testing.assert_close(copy.float(), ours, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.9999), (0.999, 0.95)])
+def test_adamw_s_moments_are_exact_where_beta_is_near_1(betas: tuple[float, float]):
+    """1 - beta taken in float32 would be off by 2e-4 of itself."""
+    weight, first, second = torch.zeros(50), torch.zeros(50), torch.zeros(50)
+    truth = torch.zeros(2, 50, dtype=torch.float64)
+    for step in range(1, 4):
+        gradient = torch.randn(50)
+        adamw_step([weight], [gradient], [first], [second], step, 1e-3, betas, 1e-8, 0.0)
+        powers = torch.stack((gradient.double(), gradient.double() ** 2))
+        truth = truth + (powers - truth) * (1 - torch.tensor(betas, dtype=torch.float64)[:, None])
+    torch.testing.assert_close(torch.stack((first, second)).double(), truth, rtol=1e-6, atol=1e-9)
 
 
 def test_scaling_in_place():

@@ -29,14 +29,20 @@ def runs_triton(x: Tensor) -> bool:
 
 
 def choose(backend: str, x: Tensor, legal: Sequence[str] = ("auto", "triton", "torch")) -> str:
-    """ "triton" or "torch" for `backend`; "auto" takes Triton on a GPU. UserError when Triton is asked for in vain."""
+    """ "triton" or "torch" for `backend`; "auto" takes Triton on a GPU. UserError when Triton is asked for in vain.
+
+    float64 is torch's: the kernels compute in float32.
+    """
     if backend not in legal:
         raise UserError(f'kernel backend "{backend}" does not exist{nearest_name(backend, legal)}')
     if backend == "auto":
-        return "triton" if x.is_cuda and HAS_TRITON else "torch"
+        return "triton" if x.is_cuda and HAS_TRITON and x.dtype != torch.float64 else "torch"
     if backend == "triton" and not runs_triton(x):
         why = "Triton is not installed" if not HAS_TRITON else f"the tensor is on {x.device}"
         raise UserError(f'kernel backend "triton" cannot run: {why}; use "auto" or "torch"')
+    if backend == "triton" and x.dtype == torch.float64:
+        note_fallback('kernel backend "triton"', "no kernel for float64; using torch")
+        return "torch"
     return backend
 
 

@@ -51,7 +51,7 @@ def rms_norm(
     if chosen == "torch" or x.numel() == 0:
         if residual is None:
             return RMSNorm.apply(x, weight, eps)
-        total = x + residual
+        total = (x + residual).to(x.dtype)
         return RMSNorm.apply(total, weight, eps), total
     out, _, total = forward_op(x, residual, weight, eps)
     return out if residual is None else (out, total)
