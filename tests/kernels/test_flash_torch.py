@@ -32,6 +32,14 @@ def test_grouped_heads_sum_their_gradients():
         torch.testing.assert_close(a, b)
 
 
+def test_one_tensor_as_queries_keys_and_values_under_compile():
+    """torch.compile takes an argument that comes three times for one, and loses gradients."""
+    x, *_, d_out = make(1, 1, 1, 9, 9, 8, 8)
+    truth = torch.autograd.grad(attention(x, x, x, True)[0], x, d_out)[0]
+    compiled = torch.compile(lambda x: flash_attention(x, x, x), backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(x), x, d_out)[0], truth)
+
+
 def test_the_course_contract_one_saved_logsumexp_a_row():
     q, k, v, _ = (x.flatten(0, 1).float().detach().requires_grad_() for x in make(4, 1, 1, 128, 128, 64, 64))
     out = FlashAttention.apply(q, k, v)

@@ -169,7 +169,8 @@ def flash_attention(
     """FlashAttention over heads; grouped key and value heads are broadcast as views, never copied."""
     group = q.shape[1] // k.shape[1]
     if group == 1:
-        return FlashAttention.apply(q, k, v, causal)
+        # Views, for torch.compile loses gradients where one tensor is two arguments of a Function.
+        return FlashAttention.apply(q, k.view_as(k), v.view_as(v), causal)
     grouped = q.unflatten(1, (-1, group))
     k, v = (x.unsqueeze(2).expand(-1, -1, group, -1, -1) for x in (k, v))
     return FlashAttention.apply(grouped, k, v, causal).flatten(1, 2)
