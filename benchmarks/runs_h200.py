@@ -16,15 +16,14 @@ generate  `groundup bench generate`, gpt2-124m, 512 tokens of prompt; where the 
 
 Every job is a process with a time limit. Timed jobs measure alone on their GPU (with two GPUs the last one first), one
 prepares while another measures; the others share one. The same command with the same --work goes on where it stopped.
-OUT gets results.json after every job, and at the end report.md, pictures, results.tar.gz (metrics, logs). On one GPU:
-ablation, muon and resume together about 220 s, loop and generate 290 s. --tiny: everything on a CPU.
+OUT gets results.json after every job, and at the end report.md, pictures and, also when a signal stops it,
+results.tar.gz (metrics, logs); --seconds hold all of that. On one GPU: ablation, muon and resume together about 220 s,
+loop and generate 290 s. --tiny: everything on a CPU.
 """
 
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 import tarfile
 import time
@@ -32,11 +31,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+from gpu_jobs import ROOT, exit_on_signals, gpus, start, stop
 
-from groundup.config import DataConfig, RunConfig, dump_toml, load_toml  # noqa: E402
-from groundup.files import write_atomic  # noqa: E402
+from groundup.config import DataConfig, RunConfig, dump_toml, load_toml
+from groundup.files import write_atomic
 
 SECTIONS = ("ablation", "muon", "resume", "loop", "generate")
 MUON = {"adamw": ("2e-3", "4e-3"), "muon": ("2e-3", "4e-3")}
@@ -48,8 +46,8 @@ LOOPS = (
     ("17m", False, "muon"),
 )
 """(model, deterministic, optimizer)"""
-LAST_SECONDS = 20
-"""What tables, pictures and the archive are given."""
+LAST_SECONDS = 40
+"""What is kept for tables, pictures and the archive; all but five of them are the report's."""
 TINY = {"d_model": 32, "n_layers": 2, "n_heads": 2, "context_length": 32}
 CLI = [sys.executable, "-m", "groundup.cli"]
 
@@ -128,24 +126,22 @@ def next_job(waiting: list[Job], running: list[Job], gpu: int, gpus: int, worker
     return shared[0] if shared and len(here) < workers and not any(job.timed for job in here) else None
 
 
-def begin(job: Job, gpu: int, work: Path) -> None:
-    threads = {} if job.timed else {"TORCHINDUCTOR_COMPILE_THREADS": "4"}
+def begin(job: Job, gpu: int, visible: list[str], work: Path) -> None:
+    """Start a job on GPU number `gpu` of the visible ones."""
     path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": str(gpu)}
-    environment = {"OMP_NUM_THREADS": "4", **environment, **threads}
-    with open(work / "logs" / f"{job.name}.txt", "w") as log:  # the process has its own handle
-        # A session of its own, so that the compiler's processes end with it.
-        job.process = subprocess.Popen(
-            job.command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
+    variables = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "4")
+    if not job.timed:
+        variables["TORCHINDUCTOR_COMPILE_THREADS"] = "4"
+    log = work / "logs" / f"{job.name}.txt"
+    log.unlink(missing_ok=True)  # of an earlier call
+    job.process = start(job.command, visible[gpu], log, **variables)
     job.gpu, job.started = gpu, time.monotonic()
 
 
 def end(job: Job, work: Path, status: str = "") -> None:
     """Note what a job gave; one that still runs is stopped, with what it started."""
-    if job.process.poll() is None:
-        os.killpg(job.process.pid, signal.SIGKILL)
-        job.process.wait()
+    stop(job.process)
     text = (work / "logs" / f"{job.name}.txt").read_text(errors="replace")
     rows = [line[4:] for line in text.splitlines() if line.startswith("ROW ")]
     job.result = {
@@ -173,22 +169,26 @@ def work_through(args: argparse.Namespace, jobs: list[Job], work: Path, out: Pat
         for place in (path, out / "results.json"):
             write_atomic(place, json.dumps(results, indent=1) + "\n")
 
-    while waiting or running:
-        late = time.monotonic() > stop_at
-        if late:
-            waiting.clear()
+    try:
+        while waiting or running:
+            late = time.monotonic() > stop_at
+            if late:
+                waiting.clear()
+            for job in list(running):
+                over = time.monotonic() - job.started > job.limit
+                if job.process.poll() is not None:
+                    finish(job)
+                elif late or over:
+                    finish(job, "stopped at the deadline" if late else f"over {job.limit:g} s")
+            for gpu in range(args.gpus):
+                while (job := next_job(waiting, running, gpu, args.gpus, args.workers)) is not None:
+                    waiting.remove(job)
+                    begin(job, gpu, args.visible, work)
+                    running.append(job)
+            time.sleep(0.1)
+    finally:
         for job in list(running):
-            over = time.monotonic() - job.started > job.limit
-            if job.process.poll() is not None:
-                finish(job)
-            elif late or over:
-                finish(job, "stopped at the deadline" if late else f"over {job.limit:g} s")
-        for gpu in range(args.gpus):
-            while (job := next_job(waiting, running, gpu, args.gpus, args.workers)) is not None:
-                waiting.remove(job)
-                begin(job, gpu, work)
-                running.append(job)
-        time.sleep(0.1)
+            finish(job, "stopped by a signal")
     return results
 
 
@@ -221,14 +221,21 @@ def main() -> None:
         train = replace(train, precision="fp32", device="cpu", compile=False, micro_batch_size=2, eval_batches=2)
     write_atomic(work / "base.toml", dump_toml(replace(config, train=train)))
     write_atomic(work / "steps.json", json.dumps(args.steps))
-    work_through(args, plan(args, work), work, args.out, stop_at)
-    last = Job("report", job_command("report", work=str(work), out=str(args.out.resolve())), 60)
-    args.gpus = 1
-    results = work_through(args, [last], work, args.out, time.monotonic() + last.limit)
-    with tarfile.open(args.out / "results.tar.gz", "w:gz") as archive:
-        for path in sorted([*work.glob("*/*/metrics.jsonl"), *work.glob("logs/*.txt"), *work.glob("*.toml")]):
-            archive.add(path, path.relative_to(work))
-    print(json.dumps({name: result["status"] for name, result in results.items()}, indent=1))
+    args.visible = gpus(args.gpus)
+    if len(args.visible) < args.gpus:
+        parser.error(f"--gpus {args.gpus}, but CUDA_VISIBLE_DEVICES names {len(args.visible)}")
+    exit_on_signals()
+    try:
+        work_through(args, plan(args, work), work, args.out, stop_at)
+        limit = LAST_SECONDS - 5
+        last = Job("report", job_command("report", work=str(work), out=str(args.out.resolve())), limit)
+        args.gpus = 1
+        results = work_through(args, [last], work, args.out, time.monotonic() + limit)
+        print(json.dumps({name: result["status"] for name, result in results.items()}, indent=1))
+    finally:
+        with tarfile.open(args.out / "results.tar.gz", "w:gz") as archive:
+            for path in sorted([*work.glob("*/*/metrics.jsonl"), *work.glob("logs/*.txt"), *work.glob("*.toml")]):
+                archive.add(path, path.relative_to(work))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import gpu_jobs
 import runs_h200
 from runs_h200 import Job, next_job, work_through
 
@@ -55,7 +58,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def go(jobs: list[Job], place: Path, seconds: float = 60) -> dict:
-    args = argparse.Namespace(gpus=1, workers=4)
+    args = argparse.Namespace(gpus=1, workers=4, visible=["3"])
     return work_through(args, jobs, place, place / "out", time.monotonic() + seconds)
 
 
@@ -80,6 +83,48 @@ def test_a_deadline_stops_what_runs_with_its_children_and_begins_nothing(place: 
     assert found["parent"]["status"] == "stopped at the deadline"
     assert set(found) == {"parent"}
     assert time.monotonic() - start < 30
+
+
+def test_jobs_run_on_the_gpus_of_the_callers_list(place: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert gpu_jobs.gpus(2) == ["2", "3"]
+    assert gpu_jobs.gpus(1) == ["2"]
+    found = go([job("shown", code="import os; print('ROW ' + os.environ['CUDA_VISIBLE_DEVICES'])")], place)
+    assert found["shown"]["row"] == 3
+
+
+def test_a_stopped_script_stops_its_jobs_and_keeps_what_it_has(place: Path):
+    """SIGTERM to a script in the middle of two jobs, of which one has a child."""
+    script = f"""
+import argparse, sys, time
+sys.path.insert(0, {str(Path(runs_h200.__file__).parent)!r})
+from pathlib import Path
+from gpu_jobs import exit_on_signals
+from runs_h200 import Job, work_through
+exit_on_signals()
+place = Path({str(place)!r})
+child = "import os, subprocess, sys; print(os.getpid(), flush=True); "
+child += "subprocess.run([sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'])"
+jobs = [Job(name, [sys.executable, "-c", child], 60) for name in "ab"]
+work_through(argparse.Namespace(gpus=1, workers=4, visible=["0"]), jobs, place, place / "out", time.monotonic() + 60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script])
+    logs, pids = [place / "logs" / f"{name}.txt" for name in "ab"], []
+    until = time.monotonic() + 50
+    while len(pids) < 4 and time.monotonic() < until:
+        time.sleep(0.05)
+        pids = [int(word) for log in logs if log.exists() for word in log.read_text().split()]
+    process.terminate()
+    assert process.wait(timeout=20) == 128 + signal.SIGTERM
+    assert len(pids) == 4
+    found = json.loads((place / "out" / "results.json").read_text())
+    assert [found[name]["status"] for name in "ab"] == ["stopped by a signal"] * 2
+    assert [pid for pid in pids if is_alive(pid)] == []
+
+
+def is_alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def test_a_run_that_ends_before_it_is_killed_proves_no_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
