@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from groundup.errors import UserError
 from groundup.kernels import attention, document_ids, flash_hopper, rotary_attention
-from groundup.kernels.attention import BACKENDS
+from groundup.kernels.attention import BACKENDS, pick
 from groundup.kernels.documents import intervals
 
 IDS = torch.tensor([[0] * 5 + [1] + [2] * 20 + [3] * 14, [0] * 40])
@@ -147,6 +147,25 @@ def test_the_hopper_kernels_are_not_given_empty_tensors():
         empty = [flash_hopper.obstacle(q, k, k, False, True) for k in (q[:, :, :0], q[:0])]
         assert flash_hopper.obstacle(q[:0], q[:0], q[:0], True, True) == empty[0] == empty[1] == "nothing to attend to"
         assert flash_hopper.obstacle(q, q, q.float()[..., :8], True, True).startswith("d 64, d_v 8")
+
+
+def test_passes_that_are_not_hopper_s_are_named_where_hopper_was(monkeypatch):
+    monkeypatch.setattr(flash_hopper, "device_obstacle", lambda index: "")
+    notes = []
+    monkeypatch.setattr(flash_hopper, "note_fallback", lambda what, why: notes.append(why))
+    with FakeTensorMode():
+        for n, d, grads, deterministic, backend, expected in (
+            (1024, 64, True, True, "flash-hopper", ["forward of fewer than 2048", "deterministic"]),
+            (1024, 128, True, False, "flash-hopper", ["backward of fewer than 2048"]),
+            (1024, 64, False, True, "flash-hopper", ["forward"]),
+            (2048, 64, True, False, "flash-hopper", []),
+            (1024, 64, True, True, "auto", []),
+        ):
+            notes.clear()
+            q = torch.empty(1, 2, n, d, device="cuda", dtype=torch.bfloat16, requires_grad=grads)
+            assert pick(backend, (q, q, q), True, True, True, deterministic) == "flash-hopper"
+            assert len(notes) == len(expected)
+            assert all(part in note for part, note in zip(expected, notes, strict=True))
 
 
 def test_a_graph_captured_before_the_proof_says_that_it_keeps_the_plain_path(monkeypatch):

@@ -61,7 +61,8 @@ def attention(
     pair = document_pair(documents, q, k)
     rule = Rule(causal, window, softcap, scale or 1 / sqrt(q.shape[-1]))
     bare = not (window or softcap or pair is not None)
-    chosen = pick(backend, (q, k, v), causal, bare, simple=bare and not return_lse and scale is None)
+    simple = bare and not return_lse and scale is None
+    chosen = pick(backend, (q, k, v), causal, bare, simple, deterministic)
     if chosen == "flash-torch":
         return flash_attention(q, k, v, causal)
     if chosen == "sdpa":
@@ -114,7 +115,7 @@ def document_pair(
     return on_q.expand(batch, -1), on_k.expand(batch, -1)
 
 
-def pick(backend: str, qkv: tuple[Tensor, ...], causal: bool, bare: bool, simple: bool) -> str:
+def pick(backend: str, qkv: tuple[Tensor, ...], causal: bool, bare: bool, simple: bool, deterministic: bool) -> str:
     """The backend that runs. `bare`: no window, softcap or documents; `simple`: nor a scale or a logsumexp."""
     if backend not in BACKENDS:
         raise UserError(f'attention backend "{backend}" does not exist{nearest_name(backend, BACKENDS)}')
@@ -137,6 +138,8 @@ def pick(backend: str, qkv: tuple[Tensor, ...], causal: bool, bare: bool, simple
         obstacle = flash_hopper.obstacle(q, k, v, causal, bare)
         if obstacle and backend == "flash-hopper":
             note_fallback(flash_hopper.ME, f"{obstacle}; using flash-triton")
+        elif backend == "flash-hopper":
+            flash_hopper.note_plain_passes(q, k, deterministic)
         return "flash-triton" if obstacle else "flash-hopper"
     return backend
 

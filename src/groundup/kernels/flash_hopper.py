@@ -73,6 +73,23 @@ def obstacle(q: Tensor, k: Tensor, v: Tensor, causal: bool, plain: bool) -> str:
     return device_obstacle(q.device.index or 0)
 
 
+def note_plain_passes(q: Tensor, k: Tensor, deterministic: bool) -> None:
+    """Say, where these kernels were asked for by name, which pass of a call they can take is flash-triton's."""
+    d, n_k = q.shape[-1], k.shape[2]
+    if n_k < FORWARD_FROM[d]:
+        note_fallback(
+            ME, f"the forward of fewer than {FORWARD_FROM[d]} keys of d {d} is flash-triton's, which is faster"
+        )
+    if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)):
+        return
+    if deterministic:
+        note_fallback(ME, "a deterministic backward is flash-triton's; deterministic=False takes the Hopper one")
+    elif n_k < BACKWARD_FROM[d]:
+        note_fallback(
+            ME, f"the backward of fewer than {BACKWARD_FROM[d]} keys of d {d} is flash-triton's, which is faster"
+        )
+
+
 def pays(keys_from: dict[int, int], q: Tensor, k: Tensor) -> bool:
     """Whether the forward (FORWARD_FROM) or backward (BACKWARD_FROM) here is the faster one, and right on this device.
 

@@ -44,7 +44,7 @@ def rotary_attention(
         raise UserError(f"rotary_attention: {left} heads behind {n_heads} query heads are not as many keys as values")
     q, k, v = parts(qkv, n_heads)
     check(q, k, v, 0, softcap, None)
-    chosen = pick(backend, (q, k, v), True, not softcap, simple=not softcap)
+    chosen = pick(backend, (q, k, v), True, not softcap, not softcap, deterministic)
     # A head's row must start on 16 bytes, or the gradients could not be written where they belong.
     if chosen in ("flash-triton", "flash-hopper") and q.shape[-1] * q.itemsize % 16 == 0 and qkv.numel():
         return forward_op(qkv, cos, sin, n_heads, softcap, chosen == "flash-hopper", deterministic)[0].transpose(1, 2)
