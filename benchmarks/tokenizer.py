@@ -1,17 +1,21 @@
 """The table of docs/tokenizer.md: the tokenizer against its peers.
 
-    python benchmarks/tokenizer.py --corpora DIR [--work DIR] [--repeats 5] [--only train] [--out FILE]
+    python benchmarks/tokenizer.py --corpora DIR [--work DIR] [--repeats 5] [--only train,long_cjk] [--out FILE]
 
-DIR holds english_100mb.txt.xz, multilingual_20mb.txt.xz and code_16mb.txt.xz. What a cell measures is in
+DIR holds english_100mb.txt.xz, multilingual_20mb.txt.xz and code_16mb.txt.xz; all its files together are the corpus
+"all". "word": 1 MB without a boundary; "long": 10 MB. What a cell measures is in
 src/groundup/bench/suites/tokenizer.py (`groundup bench tokenizer`); here every sample runs in a fresh process, tools in
 turn, and medians are kept, wall and processor time. Encoding uses GPT-2's vocabulary. Peers come with the dependency
-group `bench`; one that is missing is left out.
+group `bench`; one that is missing is left out. `--only`: tasks and corpora.
 """
 
 import argparse
+import gzip
 import json
 import lzma
 import os
+import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -25,6 +29,19 @@ MB = 1_000_000
 TRAIN = [("en5", 10_000), ("en20", 32_000), ("en100", 32_000), ("mix20", 32_000)]
 ENCODE = ["en20", "mix20"]
 FILES = ["en100"]
+LETTERS = {
+    "letter": "a",
+    "spaces": " ",
+    "newlines": "\n",
+    "random": "abcdefghijklmnopqrstuvwxyz",
+    "random16": "abcdefghijklmnop",
+    "digits": "0123456789",
+    "cjk": "".join(map(chr, range(0x4E00, 0x9FFF))),
+}
+WORDS = ["word_letter", "word_random16", "word_cjk"]
+LONG = ["long_letter", "long_spaces", "long_newlines", "long_turns", "long_random", "long_digits", "long_cjk"]
+# Trained by our trainer alone: corpus, vocabulary, numbers of threads.
+OURS = [("all", 32_000, (1, 2)), ("gz40", 1_000, (1, 2)), *((word, 1_000, (1,)) for word in WORDS)]
 
 
 # The table
@@ -45,10 +62,39 @@ def prepare(corpora: Path, work: Path) -> dict[str, Path]:
             paths[name].write_text(english[:size].decode("utf-8", "ignore"), "utf-8")
         halves = [unpacked(corpora / f"{n}.txt.xz", 10 * MB) for n in ("multilingual_20mb", "code_16mb")]
         paths["mix20"].write_text(END.join(half.decode("utf-8", "ignore") for half in halves), "utf-8")
+    paths["gz40"] = work / "gz40.txt.gz"
+    if not paths["gz40"].exists():
+        with open(paths["en100"], "rb") as file:
+            paths["gz40"].write_bytes(gzip.compress(file.read(40 * MB), 6))
+    paths["all"] = work / "all"
+    if not paths["all"].exists():
+        (work / "all.part").mkdir(exist_ok=True)
+        for packed in sorted(corpora.glob("*.txt.xz")):
+            with lzma.open(packed) as source, open(work / "all.part" / packed.stem, "wb") as target:
+                shutil.copyfileobj(source, target)
+        (work / "all.part").rename(paths["all"])
+    for name in WORDS + LONG:
+        paths[name] = work / f"{name}.txt"
+        paths[name].write_text(unbroken(name), "utf-8")
     return paths
 
 
-def cells(paths: dict[str, Path], only: str | None) -> list[dict]:
+def unbroken(name: str) -> str:
+    """1 MB ("word_…") or 10 MB ("long_…") of UTF-8 without a place where a word ends."""
+    size = (1 if name.startswith("word") else 10) * MB
+    kind = name.partition("_")[2]
+    if kind == "turns":
+        return " \n" * (size // 2)
+    letters = LETTERS[kind]
+    return "".join(random.Random(0).choices(letters, k=size // len(letters[0].encode())))
+
+
+def bytes_of(path: Path) -> int:
+    """Size of a file, or of the files in a folder."""
+    return sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path]))
+
+
+def cells(paths: dict[str, Path], only: list[str]) -> list[dict]:
     found = []
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for threads in sorted({1, min(2, cores)}):
@@ -58,16 +104,25 @@ def cells(paths: dict[str, Path], only: str | None) -> list[dict]:
                     found.append(
                         {"task": "train", "tool": tool, "corpus": corpus, "vocab_size": vocab_size, "threads": threads}
                     )
+    for corpus, vocab_size, numbers in OURS:
+        for threads in numbers:
+            found.append(
+                {"task": "train", "tool": "groundup", "corpus": corpus, "vocab_size": vocab_size, "threads": threads}
+            )
     for corpus, _ in TRAIN:
         for threads in (1, 2):
             found.append({"task": "count", "tool": "groundup", "corpus": corpus, "threads": threads})
     for corpus in ENCODE:
         for tool in ("groundup", "gigatoken", "tiktoken"):
             found.append({"task": "encode", "tool": tool, "corpus": corpus, "threads": 1})
+    for corpus in LONG:
+        found.append({"task": "encode", "tool": "groundup", "corpus": corpus, "threads": 1})
     for corpus in FILES:
         for threads in (1, 2):
-            found.append({"task": "files", "tool": "groundup", "corpus": corpus, "threads": threads})
-    kept = [cell for cell in found if only in (None, cell["task"]) and find_spec(cell["tool"])]
+            for tool in ("groundup", "gigatoken"):
+                found.append({"task": "files", "tool": tool, "corpus": corpus, "threads": threads})
+    wanted = [cell for cell in found if not only or {cell["task"], cell["corpus"]} & set(only)]
+    kept = [cell for cell in wanted if find_spec(cell["tool"])]
     return [{**cell, "path": str(paths[cell["corpus"]])} for cell in kept]
 
 
@@ -100,16 +155,16 @@ def measure(cell: dict) -> dict:
 def summary(rows: list[dict]) -> list[str]:
     """One line a cell, with the ratios of the tool's wall and processor time to ours."""
     ours = {(r["task"], r["corpus"], r["threads"]): r for r in rows if r["tool"] == "groundup"}
-    lines = ["task   corpus threads tool          wall       processor  (each: figure, ratio to ours)"]
+    lines = ["task   corpus        threads tool          wall       processor  (each: figure, ratio to ours)"]
     for row in rows:
         own = ours.get((row["task"], row["corpus"], row["threads"]), row)
-        head = f"{row['task']:6} {row['corpus']:6} {row['threads']:7} {row['tool']:10}"
+        head = f"{row['task']:6} {row['corpus']:13} {row['threads']:7} {row['tool']:10}"
         if row["task"] != "encode":
             memory = f"peak {row['peak'] / MB:4.0f} MB"
             times = [f"{row[k]:7.3f} s {row[k] / own[k]:6.2f} x" for k in ("seconds", "cpu_seconds")]
             lines.append(f"{head} {'  '.join(times)}  {memory}")
             continue
-        size = Path(row["path"]).stat().st_size / MB
+        size = bytes_of(Path(row["path"])) / MB
         for kind in ("first", "warm", "decode"):
             keys = [f"{kind}_seconds", f"{kind}_cpu_seconds"]
             times = [f"{size / row[k]:7.1f} MB/s {row[k] / own[k]:6.2f} x" for k in keys]
@@ -133,7 +188,7 @@ def main() -> None:
     parser.add_argument("--corpora", type=Path)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "groundup-bench-tokenizer")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", choices=["train", "count", "encode", "files"])
+    parser.add_argument("--only", default="", help="tasks (train, count, encode, files) and corpora, with commas")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "tokenizer.json")
     args = parser.parse_args()
     if args.cell:
@@ -141,7 +196,9 @@ def main() -> None:
         return
     if args.corpora is None:
         parser.error("--corpora DIR is missing")
-    todo = cells(prepare(args.corpora, args.work), args.only)
+    todo = cells(prepare(args.corpora, args.work), [name.strip() for name in args.only.split(",") if name.strip()])
+    if not todo:
+        parser.error(f"--only {args.only}: no such task or corpus")
     results: list[list[dict]] = [[] for _ in todo]
     for turn in range(args.repeats):
         for place, cell in enumerate(todo):
@@ -153,7 +210,7 @@ def main() -> None:
     ]
     print("\n".join(["", *summary(rows)]))
     for row in rows:
-        row["bytes"] = Path(row.pop("path")).stat().st_size
+        row["bytes"] = bytes_of(Path(row.pop("path")))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps({"environment": stamp(), "repeats": args.repeats, "rows": rows}, indent=1) + "\n")
 

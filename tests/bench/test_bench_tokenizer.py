@@ -31,6 +31,17 @@ def test_every_task_with_every_tool_that_can(tmp_path):
     assert [cell["metrics"]["tokens"] for cell in cells[4:6]] == [len(tokens)] * 2
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_peer_encodes_files_too(tmp_path, threads):
+    pytest.importorskip("gigatoken")
+    path = tmp_path / "text.txt"
+    path.write_text("some words and some more words\n" * 400 + END_OF_TEXT + "last words")
+    tokenizer = Tokenizer.train([path], 270, [END_OF_TEXT])
+    for tool in suite.TASKS["files"]:
+        row = suite.sample("files", tool, path, 270, threads, tokenizer)
+        assert row["seconds"] > 0 <= row["peak"]
+
+
 def test_flags_that_would_change_nothing_are_refused(tmp_path, capsys):
     assert main(["bench", "tokenizer", "--seed", "3"]) == 2
     assert "unknown flag --seed" in capsys.readouterr().err

@@ -26,7 +26,7 @@ TASKS = {
     "train": ("groundup", "gigabpe", "tokenizers"),
     "count": ("groundup",),
     "encode": ("groundup", "gigatoken", "tiktoken"),
-    "files": ("groundup",),
+    "files": ("groundup", "gigatoken"),
 }
 """What is measured, and the tools that can do it."""
 THREADED = ("train", "count", "files")
@@ -37,9 +37,9 @@ MB = 1_000_000
 class Options(SweepOptions):
     task: str = ",".join(TASKS)
     """train; count (the scan and count of training alone); encode (one string, first pass and warm, and decode); files
-    (`groundup tokenize`)."""
+    (`groundup tokenize`; gigatoken: its encoding of a file, into memory)."""
     tool: str = "groundup"
-    """groundup; train: gigabpe, tokenizers; encode: gigatoken, tiktoken. Peers must be installed."""
+    """groundup; train: gigabpe, tokenizers; encode: gigatoken, tiktoken; files: gigatoken. Peers must be installed."""
     text: str = ""
     """Text files; empty: the source of Python's standard library."""
     max_bytes: int = 8_000_000
@@ -141,9 +141,7 @@ def _encoder(tool: str, tokenizer: Tokenizer) -> tuple[Callable[[Path], Any], Ca
         ours = Tokenizer._from_parts(tokenizer._parts)
         return lambda path: ours.encode_numpy(path.read_bytes()), ours.decode
     if tool == "gigatoken":
-        with tempfile.TemporaryDirectory() as folder:
-            tokenizer.save(Path(folder) / "saved")
-            peer = optional_package(tool, "this benchmark").Tokenizer(str(Path(folder) / "saved" / "tokenizer.json"))
+        peer = _gigatoken(tokenizer)
         return lambda path: peer.encode(path.read_bytes()), peer.decode
     ranks = formats.token_ids(tokenizer._parts)
     peer = optional_package(tool, "this benchmark").Encoding(
@@ -155,9 +153,22 @@ def _encoder(tool: str, tokenizer: Tokenizer) -> tuple[Callable[[Path], Any], Ca
     return lambda path: peer.encode_to_numpy(path.read_bytes().decode(), allowed_special="all"), peer.decode
 
 
-def files_sample(path: Path, tokenizer: Tokenizer, threads: int) -> dict[str, float]:
+def _gigatoken(tokenizer: Tokenizer) -> Any:
+    package = optional_package("gigatoken", "this benchmark")
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_json(Path(folder) / "tokenizer.json")
+        return package.Tokenizer(str(Path(folder) / "tokenizer.json"))
+
+
+def files_sample(tool: str, path: Path, tokenizer: Tokenizer, threads: int) -> dict[str, float]:
+    """Seconds and memory of a file's ids: ours on disk with offsets and checksums, gigatoken's in memory (with more
+    than one thread: on as many as RAYON_NUM_THREADS says, else on all cores)."""
     from groundup.data import tokenize_corpus
 
+    if tool == "gigatoken":
+        peer = _gigatoken(tokenizer)
+        source = optional_package(tool, "this benchmark").TextFileSource([path], separator=END_OF_TEXT)
+        return with_memory(lambda: peer.encode_files(source, parallel=threads > 1))
     with tempfile.TemporaryDirectory() as folder:
         valid = Path(folder) / "valid.txt"
         valid.write_text("one document", "utf-8")
@@ -173,7 +184,9 @@ def sample(task: str, tool: str, path: Path, vocab_size: int, threads: int, toke
             options = training.Options([END_OF_TEXT], "gpt2", threads=threads)
             return with_memory(lambda: training.count_files([path], options))
         assert tokenizer is not None
-        return encode_sample(tool, path, tokenizer) if task == "encode" else files_sample(path, tokenizer, threads)
+        if task == "encode":
+            return encode_sample(tool, path, tokenizer)
+        return files_sample(tool, path, tokenizer, threads)
 
 
 @contextmanager
