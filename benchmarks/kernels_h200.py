@@ -4,10 +4,10 @@
 
 Every section is a process of its own with a time limit, begun again after the case that ended it. Checks come first,
 all at once, since most of their time is compiling; then every GPU times one section after the other. On two H200s about
-four minutes. OUT/kernels.jsonl gets every row at once. A second call with the same OUT leaves out the cases that are
-done (for another state of the kernels take another OUT); without a section left it prints the table only.
-It needs torch and Triton; the package is read from src/. --tiny tries the script on a CPU, in Triton's interpreter, which
-cuts bfloat16 off where a GPU rounds: some checks then say ok=False.
+five minutes. OUT/kernels.jsonl gets every row at once. A second call with the same OUT leaves out the cases that are
+done; for another state of the kernels take another OUT. It needs torch and Triton; the package is read from src/.
+--tiny tries the script on a CPU, in Triton's interpreter, which cuts bfloat16 off where a GPU rounds: some checks then
+say ok=False.
 The cases: kernels_attention*.py, kernels_rows.py, kernels_promises.py.
 """
 

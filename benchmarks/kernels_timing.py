@@ -73,11 +73,11 @@ def attempt(name: str, function: Callable[..., None], *arguments: Any) -> None:
     signal.alarm(CASE_SECONDS)  # ends the process: a kernel that hangs cannot be interrupted otherwise
     try:
         function(*arguments)
+        signal.alarm(0)
         write(done=name, at=time.time())
     except Exception as error:
-        failed(name, error)
-    finally:
         signal.alarm(0)
+        failed(name, error)
 
 
 def of_size(n: int, tiny: int) -> int:
