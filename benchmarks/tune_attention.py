@@ -1,38 +1,48 @@
-"""Measure tile sizes of the plain Triton attention on this GPU and write the best into flash_tiles.json.
+"""Measure tile sizes of the plain Triton attention on these GPUs and write the best into flash_tiles.json.
 
-    python benchmarks/tune_attention.py [--bits 16,32] [--width 64,128,256] [--kernel forward,keys,queries] [--write]
+    python benchmarks/tune_attention.py ROWS [--bits 16,32] [--width 64,128,256] [--kernel forward,keys,queries]
+                                             [--seconds 580] [--jobs 16] [--write [TABLE]]
 
 Every candidate runs in a process of its own, for a tile that the compiler gets wrong can spoil a whole process: first
-against float64, then the clock. They compile side by side and take turns on the GPU. A line of the table keeps the
-fastest candidate and, for GPUs with less shared memory, up to two smaller ones.
+against float64, then the clock. They compile side by side and take turns on a GPU. ROWS, a file of JSON lines, gets
+each as it is measured; a second call goes on, and with `--seconds 0 --write` only chooses. The table's own tiles are
+measured first. A line of the table keeps the fastest candidate and, for GPUs with less shared memory, up to two smaller
+ones.
 """
 
 import argparse
 import fcntl
 import json
-import subprocess
+import os
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import time
 from itertools import product
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+from gpu_jobs import ROOT, append, exit_on_signals, gpus, read, start, stop
+
 TABLE = ROOT / "src" / "groundup" / "kernels" / "flash_tiles.json"
 SHAPES = {64: (1, 16, 4096), 128: (1, 16, 4096), 256: (1, 8, 4096)}
 """Width → batch, heads, sequence of the timed problem."""
 TOLERANCE = {16: 1e-2, 32: 2e-6}
 
 
-def candidates(bits: int, width: int) -> list[list]:
-    """[block_q, block_k, warps, stages, maxnreg] that fit in shared memory and give every warp a fair piece."""
+CANDIDATE_SECONDS = 120
+REGISTERS = {("keys", 16, 64): (168,)}
+"""Line → caps on the registers to try beside none: at 168, three blocks of 128 threads fit on a multiprocessor."""
+
+
+def candidates(kernel: str, bits: int, width: int) -> list[list]:
+    """[block_q, block_k, warps, stages, maxnreg] that fit in shared memory and give every warp a fair piece, after the
+    tiles that the table has now."""
+    found = json.loads(TABLE.read_text())[kernel][str(bits)][str(width)]
     blocks = (16, 32, 64) if width == 256 and bits == 32 else (32, 64, 128)
-    found = []
     for q, k, warps, stages in product(blocks, blocks, (4, 8), (1, 2, 3) if bits == 16 else (1, 2)):
         held = (q + 2 * stages * k) * width * bits // 8
         if held < 200_000 and warps * 256 <= q * k <= warps * 2048:
-            found.append([q, k, warps, stages, None])
+            caps = REGISTERS.get((kernel, bits, width), ()) if warps == 4 else ()
+            found += [tile for cap in (None, *caps) if (tile := [q, k, warps, stages, cap]) not in found]
     return found
 
 
@@ -72,53 +82,61 @@ def measure(kernel: str, bits: int, width: int, tile: list) -> dict:
     pairs = {"forward": [(out, truth.detach())], "queries": [(grads[0], true_grads[0])]}
     pairs["keys"] = [(grads[1], true_grads[1]), (grads[2], true_grads[2])]
     error = max(float((a.double() - b).norm() / b.norm()) for a, b in pairs[kernel])
-    run = problem(*SHAPES[width])[3]
-    run()
+    problem(1, 2, 512)[3]()  # compiled for lengths that 16 divides, before anybody waits for this process
     torch.cuda.synchronize()
-    with (Path(tempfile.gettempdir()) / "tune_attention.lock").open("w") as lock:
+    lock_name = f"tune_attention.{os.environ.get('CUDA_VISIBLE_DEVICES', '')}.lock"
+    with (Path(tempfile.gettempdir()) / lock_name).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        run = problem(*SHAPES[width])[3]
+        run()
+        torch.cuda.synchronize()
         ms = triton.testing.do_bench(run, warmup=5, rep=25, return_mode="median")
     return {"error": error, "ms": ms}
 
 
-def attempt(kernel: str, bits: int, width: int, tile: list) -> dict:
-    """`measure` in a process of its own; a failure is a row with its last line."""
-    command = [sys.executable, __file__, "--one", json.dumps([kernel, bits, width, tile])]
-    row = {"kernel": kernel, "bits": bits, "width": width, "tile": tile}
+def work_through(path: Path, jobs: list[tuple], at_once: int, seconds: float) -> None:
+    """Measure every job (kernel, bits, width, tile) that `path` has no row of, `at_once` at a time."""
+    known = [key_of(row) for row in read(path)]
+    waiting = [job for job in jobs if job not in known]
+    print(f"{len(jobs)} candidates, {len(waiting)} to measure", flush=True)
+    end, running, started, on = time.time() + seconds, [], 0, gpus()
+    logs = Path(tempfile.mkdtemp(prefix="groundup-tune-"))
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    except subprocess.TimeoutExpired:
-        return row | {"failed": "over 120 s"}
-    lines = [line[4:] for line in run.stdout.splitlines() if line.startswith("ROW ")]
-    last = next((line for line in reversed(run.stderr.splitlines()) if line.strip()), "")
-    return row | (json.loads(lines[0]) if lines else {"failed": last[:200]})
+        while waiting or running:
+            while waiting and len(running) < at_once and time.time() < end - 30:
+                job, log, started = waiting.pop(0), logs / f"{started}.log", started + 1
+                command = [sys.executable, __file__, str(path), "--one", json.dumps(job)]
+                process = start(command, on[started % len(on)], log)
+                running.append((job, process, log, min(time.time() + CANDIDATE_SECONDS, end)))
+            if not running:
+                break
+            time.sleep(0.05)
+            for one in list(running):
+                job, process, log, until = one
+                if (code := process.poll()) is None and time.time() < until:
+                    continue
+                stop(process)
+                running.remove(one)
+                late = code is None and time.time() >= end
+                if code != 0 and not late:  # a candidate that only the end of the call stopped is measured in the next
+                    last = log.read_text(errors="replace").strip().splitlines()[-1:]
+                    how = f"over {CANDIDATE_SECONDS} s" if code is None else f"exit code {code}"
+                    append(path, **row_of(job), failed=how, last=last)
+    finally:
+        for _, process, *_ in running:
+            stop(process)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--bits", default="16,32")
-    parser.add_argument("--width", default="64,128,256")
-    parser.add_argument("--kernel", default="forward,keys,queries")
-    parser.add_argument("--jobs", type=int, default=16, help="processes that compile side by side")
-    parser.add_argument("--json", help="file for all rows")
-    parser.add_argument("--write", action="store_true", help="write the best tiles into flash_tiles.json")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.one:
-        print("ROW " + json.dumps(measure(*json.loads(options.one))), flush=True)
-        return
-    jobs = [
-        (kernel, int(bits), int(width), tile)
-        for kernel in options.kernel.split(",")
-        for bits in options.bits.split(",")
-        for width in options.width.split(",")
-        for tile in candidates(int(bits), int(width))
-    ]
-    with ThreadPoolExecutor(options.jobs) as pool:
-        rows = list(pool.map(lambda job: attempt(*job), jobs))
-    if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=1))
-    table = json.loads(TABLE.read_text())
+def row_of(job: tuple) -> dict:
+    return dict(zip(("kernel", "bits", "width", "tile"), job, strict=True))
+
+
+def key_of(row: dict) -> tuple:
+    return row["kernel"], row["bits"], row["width"], row["tile"]
+
+
+def chosen(rows: list[dict], table: dict) -> dict:
+    """`table` with the best of the rows; says which those are."""
     for kernel, bits, width in dict.fromkeys((r["kernel"], r["bits"], r["width"]) for r in rows):
         mine = [r for r in rows if (r["kernel"], r["bits"], r["width"]) == (kernel, bits, width)]
         right = sorted((r for r in mine if r.get("error", 1) < TOLERANCE[bits]), key=lambda r: r["ms"])
@@ -129,8 +147,40 @@ def main() -> None:
             best = right[0]["tile"]
             smaller = [r["tile"] for r in right[1:] if r["tile"][0] * r["tile"][1] < best[0] * best[1]][:2]
             table[kernel][str(bits)][str(width)] = [best, *smaller]
-    if options.write:
-        TABLE.write_text(json.dumps(table, indent=1) + "\n")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("--bits", default="16,32")
+    parser.add_argument("--width", default="64,128,256")
+    parser.add_argument("--kernel", default="forward,keys,queries")
+    parser.add_argument("--jobs", type=int, default=16, help="processes that compile side by side")
+    parser.add_argument("--seconds", type=float, default=580.0)
+    parser.add_argument(
+        "--write", nargs="?", type=Path, const=TABLE, help="write the best tiles, by default into the package"
+    )
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        job = json.loads(options.one)
+        append(options.rows, **row_of(job), **measure(*job))
+        return
+    jobs = [
+        (kernel, int(bits), int(width), tile)
+        for kernel in options.kernel.split(",")
+        for bits in options.bits.split(",")
+        for width in options.width.split(",")
+        for tile in candidates(kernel, int(bits), int(width))
+    ]
+    exit_on_signals()
+    try:
+        work_through(options.rows.resolve(), jobs, options.jobs, options.seconds)
+    finally:
+        table = chosen(read(options.rows), json.loads(TABLE.read_text()))
+        if options.write:
+            options.write.write_text(json.dumps(table, indent=1) + "\n")
 
 
 if __name__ == "__main__":
