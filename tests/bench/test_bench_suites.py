@@ -15,7 +15,7 @@ from bench_tools import TINY, backends_of_all_reduce, tiny_cells, tiny_cells_of,
 from groundup.account import Setting, predict_step
 from groundup.bench.benchmark import config_of, find, summaries
 from groundup.bench.cells import document
-from groundup.bench.suites import attention, loss, mixed_precision, norm, step
+from groundup.bench.suites import attention, loss, mixed_precision, norm, optimizer, step
 from groundup.bench.suites import generate as generation
 from groundup.config import size
 from groundup.errors import UserError
@@ -177,6 +177,29 @@ def test_bandwidth_is_bytes_over_time():
     update = tiny_cells("optimizer", implementation="fused")[0]["metrics"]
     seconds = update["time.update"]["median"] / 1e3
     assert update["bandwidth.update"] == pytest.approx(28 * update["parameters.total"] / seconds / 1e9)
+
+
+def test_muons_cells_do_what_they_are_called():
+    """On equal matrices: torch's Muon moves them as ours; its part alone is Newton-Schulz of the gradients."""
+    moved = {}
+    for name in ("muon", "torch-muon"):
+        generator = torch.Generator().manual_seed(0)
+        params = [torch.randn(s, generator=generator).requires_grad_() for s in ((16, 24), (24, 16))]
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator)
+        before = [p.detach().clone() for p in params]
+        optimizer.updater(name, params)()
+        moved[name] = [(p - b).detach() for p, b in zip(params, before, strict=True)]
+    for ours, theirs in zip(moved["muon"], moved["torch-muon"], strict=True):
+        assert (ours - theirs).norm() < 0.05 * theirs.norm()  # theirs iterates in bfloat16
+    for name in ("newton-schulz", "newton-schulz-plain"):
+        for out in optimizer.updater(name, params)():
+            values = torch.linalg.svdvals(out.float())
+            assert 0.6 < values.min() < values.max() < 1.3
+    cells = tiny_cells("optimizer", implementation="muon,newton-schulz")
+    hidden = sum(p.numel() for p in TransformerLM(size("tiny")).layers.parameters() if p.ndim == 2)
+    assert [cell["metrics"]["parameters.total"] for cell in cells] == [hidden] * 2
+    assert all(cell["metrics"]["bandwidth.update"] is None and "bandwidth" in cell["notes"] for cell in cells)
 
 
 def test_generation_rates_and_bound_are_what_the_shape_and_the_clock_say():

@@ -1,7 +1,9 @@
-"""AdamW's update alone: ours against torch's fused and foreach, time and bandwidth.
+"""AdamW's update alone: ours against torch's fused and foreach, time and bandwidth; Muon's beside torch's.
 
-The floor is the memory traffic: a float32 update reads parameter, gradient and two moments and writes parameter and
-moments, 28 bytes a parameter.
+AdamW's floor is the memory traffic: a float32 update reads parameter, gradient and two moments and writes parameter and
+moments, 28 bytes a parameter. Muon's is arithmetic, Newton-Schulz on every matrix of the blocks, of which alone its
+cells are; `newton-schulz` is that part without momentum and weights, `newton-schulz-plain` the iteration in bf16 as
+published, which ours must beat.
 """
 
 from collections.abc import Callable
@@ -16,9 +18,12 @@ from groundup.bench.harness import allocated, peak_above, summary, time_steps
 from groundup.bench.sweep import repetitions
 from groundup.config import SIZES, size
 from groundup.model import TransformerLM
-from groundup.optim import AdamW
+from groundup.optim import AdamW, Muon
+from groundup.optim.muon import newton_schulz, orthogonalize
 
-IMPLEMENTATIONS = ("groundup", "fused", "foreach")
+ADAMW = ("groundup", "fused", "foreach")
+IMPLEMENTATIONS = (*ADAMW, "muon", "torch-muon", "newton-schulz", "newton-schulz-plain")
+NEWTON_SCHULZ_STEPS = 5
 BYTES_PER_PARAMETER = 28
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -27,8 +32,9 @@ SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weig
 class Options(SweepOptions):
     size: str = "small,medium"
     """Named sizes whose parameter shapes are updated."""
-    implementation: str = ",".join(IMPLEMENTATIONS)
-    """groundup: this package's AdamW; fused, foreach: torch.optim.AdamW's."""
+    implementation: str = ",".join(ADAMW)
+    """groundup: this package's AdamW; fused, foreach: torch.optim.AdamW's. Of the blocks' matrices: muon, this
+    package's; torch-muon, torch.optim's; newton-schulz, newton-schulz-plain: its iteration alone, ours and in bf16."""
     warmup: int = 3
     """Untimed updates before the timed ones; the first one makes the state."""
     steps: int = 20
@@ -44,19 +50,19 @@ def cells(options: Options) -> list[Parameters]:
 
 
 def run(parameters: Parameters, device: torch.device) -> Measurement:
+    implementation = parameters["implementation"]
     with torch.device("meta"):
-        shapes = [p.shape for p in TransformerLM(size(parameters["size"])).parameters()]
+        model = TransformerLM(size(parameters["size"]))
+    shapes = [p.shape for p in model.parameters()]
+    if implementation not in ADAMW:
+        shapes = [p.shape for p in model.layers.parameters() if p.ndim == 2]
     params = [torch.randn(shape, device=device).requires_grad_() for shape in shapes]
     for p in params:
         p.grad = torch.randn_like(p)
-    implementation = parameters["implementation"]
-    if implementation == "groundup":
-        optimizer: torch.optim.Optimizer = AdamW(params, **SETTINGS)
-    else:
-        optimizer = torch.optim.AdamW(params, **SETTINGS, **cast(Any, {implementation: True}))
+    update = updater(implementation, params)
 
     def step(mark: Callable[[str], None]) -> None:
-        optimizer.step()
+        update()
         mark("update")
 
     timing = time_steps(step, parameters["warmup"], parameters["steps"], device)
@@ -65,19 +71,37 @@ def run(parameters: Parameters, device: torch.device) -> Measurement:
     metrics: dict[str, Any] = {
         "parameters.total": total,
         "time.update": times,
-        "bandwidth.update": BYTES_PER_PARAMETER * total / times["median"] / 1e6,
-        "memory.temporary": _temporary(optimizer, device),
+        "bandwidth.update": BYTES_PER_PARAMETER * total / times["median"] / 1e6 if implementation in ADAMW else None,
+        "memory.temporary": _temporary(update, device),
     }
-    return Measurement(metrics, {"dtype": "float32", "grad_mode": "no_grad"} | timing.stamp)
+    notes = {} if implementation in ADAMW else {"bandwidth": "bound by arithmetic, not by memory"}
+    return Measurement(metrics, {"dtype": "float32", "grad_mode": "no_grad"} | timing.stamp, notes)
 
 
-def _temporary(optimizer: torch.optim.Optimizer, device: torch.device) -> int | None:
+def updater(implementation: str, params: list[torch.nn.Parameter] | list[torch.Tensor]) -> Callable[[], Any]:
+    """What a cell measures: one update of `params` from their gradients, or Newton-Schulz on the gradients."""
+    grads = [cast(torch.Tensor, p.grad) for p in params]
+    if implementation == "newton-schulz":
+        return lambda: [orthogonalize(g, NEWTON_SCHULZ_STEPS) for g in grads]
+    if implementation == "newton-schulz-plain":
+        return lambda: [newton_schulz(g.bfloat16(), NEWTON_SCHULZ_STEPS).to(g.dtype) for g in grads]
+    if implementation == "groundup":
+        return AdamW(params, **SETTINGS).step
+    if implementation in ADAMW:
+        return torch.optim.AdamW(params, **SETTINGS, **cast(Any, {implementation: True})).step
+    common: dict[str, Any] = {"lr": 1e-4, "momentum": 0.95, "weight_decay": 0.1}
+    if implementation == "muon":
+        return Muon(params, **common, steps=NEWTON_SCHULZ_STEPS, factor="match-adamw").step
+    return torch.optim.Muon(params, **common, ns_steps=NEWTON_SCHULZ_STEPS, adjust_lr_fn="match_rms_adamw").step
+
+
+def _temporary(update: Callable[[], Any], device: torch.device) -> int | None:
     """Bytes an update needs beyond what is held before and after it."""
     if device.type != "cuda":
         return None
     held = allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    optimizer.step()
+    update()
     return peak_above(held, device)
 
 
