@@ -89,6 +89,8 @@ pub const NO_RANK: u32 = u32::MAX;
 /// Bits of an id and of a rank in a `RankTable`.
 const ID_BITS: u32 = 21;
 const RANK_BITS: u32 = 22;
+/// Ids that a vocabulary may have.
+pub const MOST_IDS: usize = (1 << ID_BITS) - 1;
 
 /// Pair of ids → rank + 1 (0: no cell), for the encoder: everything about a pair in eight bytes, as most look-ups miss the nearest caches.
 ///
@@ -101,7 +103,7 @@ pub struct RankTable {
 impl RankTable {
     /// None if ids or ranks are too large for the cells.
     pub fn with_capacity(ids: usize, pairs: usize) -> Option<Self> {
-        let fits = ids < 1 << ID_BITS && pairs + 1 < 1 << RANK_BITS;
+        let fits = ids <= MOST_IDS && pairs + 1 < 1 << RANK_BITS;
         let size = (pairs * 2).next_power_of_two().max(16);
         fits.then(|| {
             let cells = vec![0; size];

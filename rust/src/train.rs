@@ -209,6 +209,9 @@ impl Trainer {
         }
         self.spans.push(self.spans[a as usize] + self.spans[b as usize]);
         self.pairs[pair].count = 0;
+        for side in [&mut self.left, &mut self.right] {
+            side.changes.resize(self.symbols.count(), Change::default());
+        }
         let (span_a, span_b) = (self.spans[a as usize] as usize, self.spans[b as usize] as usize);
         for index in start..start + length {
             if let Some(&ahead) = self.places.get(index + AHEAD) {
@@ -291,10 +294,6 @@ impl Trainer {
     /// Packs the words, counts all pairs, lowers the floor and lists the occurrences of the pairs above it.
     fn begin_round(&mut self, remaining: usize) {
         self.pack();
-        let room = self.symbols.count() + remaining;
-        for side in [&mut self.left, &mut self.right] {
-            side.changes.resize(room, Change::default());
-        }
         self.places = Vec::new();
         self.queue.clear();
         let mut pairs: Vec<Pair> = Vec::new();
@@ -418,7 +417,12 @@ fn choose_floor(pairs: &[Pair], remaining: usize) -> i64 {
     let by_reach = counts.iter().max().map_or(1, |most| most / REACH);
     let by_number = if counts.len() > keep {
         let place = counts.len() - keep;
-        *counts.select_nth_unstable(place).1
+        let least = *counts.select_nth_unstable(place).1;
+        // Pairs that occur once are legion, and most of the memory if they are remembered before they are needed.
+        match counts.iter().filter(|&&count| count > 1).count() {
+            frequent if frequent >= remaining => least.max(2),
+            _ => least,
+        }
     } else {
         1
     };

@@ -44,13 +44,15 @@ fn equals_the_definition_on_random_words() {
         state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         (state >> 33) % bound
     };
-    for round in 0..400 {
-        let letters = 1 + round % 4;
-        let words: BTreeMap<Vec<u8>, u64> = (0..1 + next(30))
-            .map(|_| ((0..1 + next(24)).map(|_| b'a' + next(letters) as u8).collect(), 1 + next(5)))
-            .collect();
+    let mut check = |words: u64, size: u64, letters: u64, most: u64| {
+        let mut word = || (0..1 + next(size)).map(|_| b'a'.wrapping_add(next(letters) as u8)).collect();
+        let words: BTreeMap<Vec<u8>, u64> = (0..words).map(|number| (word(), 1 + number % most)).collect();
         assert_eq!(fast(&words, 60), plain(&words, 60), "{words:?}");
+    };
+    for round in 0..400 {
+        check(1 + round % 30, 24, 1 + round % 4, 5);
     }
+    check(1000, 16, 100, 1); // most pairs occur once: they are not remembered in the first round
 }
 
 #[test]
@@ -76,4 +78,10 @@ fn cancels() {
     let mut table = WordTable::default();
     table.add(b"abcabc", 0, 6, 1);
     assert_eq!(Trainer::new(&table, Ties::Greatest).unwrap().run(9, &mut |done| done < 2), Err(TrainError::Cancelled));
+}
+
+#[test]
+fn memory_grows_with_the_merges_made_not_with_those_wanted() {
+    let words = BTreeMap::from([(b"ab".to_vec(), 1)]);
+    assert_eq!(fast(&words, usize::MAX), [(b"a".to_vec(), b"b".to_vec())]);
 }
