@@ -122,7 +122,10 @@ impl Model {
 
     /// The same with special tokens as ordinary text.
     pub fn encode_ordinary(&self, text: &[u8], by: &Splitter, cache: &mut Cache, out: &mut Ids) -> Result<(), Failure> {
-        by.cutter.pattern.for_each_batch(text, |bounds| self.encode_batch(text, bounds, cache, out))
+        by.cutter.pattern.for_each_batch(text, |bounds| {
+            self.encode_batch(text, bounds, cache, out);
+            true
+        })
     }
 
     /// The pieces of a batch. Their cache entries are fetched together, so that the waits for memory overlap.

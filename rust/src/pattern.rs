@@ -40,7 +40,7 @@ impl Pattern {
 
     /// Calls `each` for batches of pieces, as `scan::for_each_batch` does.
     #[inline]
-    pub fn for_each_batch(&self, text: &[u8], mut each: impl FnMut(&[usize])) -> Result<(), Failure> {
+    pub fn for_each_batch(&self, text: &[u8], mut each: impl FnMut(&[usize]) -> bool) -> Result<(), Failure> {
         match self {
             Pattern::Gpt2 => scan::for_each_batch(text, each),
             Pattern::Cl100k { tail } => {
@@ -49,7 +49,9 @@ impl Pattern {
                     bounds[filled + 1] = cl100k_piece_end(text, bounds[filled], *tail);
                     filled += 1;
                     if filled == scan::MOST {
-                        each(&bounds);
+                        if !each(&bounds) {
+                            return Ok(());
+                        }
                         (bounds[0], filled) = (bounds[filled], 0);
                     }
                 }
@@ -58,12 +60,14 @@ impl Pattern {
             Pattern::Other(regex) => {
                 let mut start = 0;
                 for chunk in text.utf8_chunks() {
-                    search(regex, chunk.valid(), start, &mut each)?;
-                    start += chunk.valid().len();
-                    if !chunk.invalid().is_empty() {
-                        each(&[start, start + chunk.invalid().len()]);
-                        start += chunk.invalid().len();
+                    let end = start + chunk.valid().len() + chunk.invalid().len();
+                    if !search(regex, chunk.valid(), start, &mut each)? {
+                        return Ok(());
                     }
+                    if !chunk.invalid().is_empty() {
+                        each(&[end - chunk.invalid().len(), end]);
+                    }
+                    start = end;
                 }
             }
         }
@@ -80,9 +84,11 @@ impl Pattern {
                     return false;
                 }
                 // A run of letters or numbers ends where the class changes; one of other characters could take
-                // newlines with it, or its last character could lead a word, but a space ends it.
+                // newlines with it, or its last character could lead a word, but a space ends it. Behind a newline
+                // no piece goes on but with white space, and with or without what follows, the white space before
+                // it is one piece that ends there (`\s*[\r\n]`; at the end of the text `\s++$`).
                 match class_before(text, at) {
-                    SPACE => false,
+                    SPACE => is_newline(text, at - 1) && class_at(text, at).0 != SPACE,
                     OTHER => text[at] == b' ',
                     class => class_at(text, at).0 != class,
                 }
@@ -115,23 +121,18 @@ impl Cutter {
     }
 }
 
-/// The matches of a regex, and what lies between them, as pieces.
-fn search(regex: &Regex, text: &str, offset: usize, each: &mut impl FnMut(&[usize])) -> Result<(), Failure> {
+/// The matches of a regex, and what lies between them, as pieces. Whether `each` wants more.
+fn search(regex: &Regex, text: &str, offset: usize, each: &mut impl FnMut(&[usize]) -> bool) -> Result<bool, Failure> {
     let mut done = 0;
+    let mut give = |start, end| start >= end || each(&[offset + start, offset + end]);
     for found in regex.find_iter(text) {
         let found = found.map_err(|error| error.to_string())?;
-        if found.start() > done {
-            each(&[offset + done, offset + found.start()]);
-        }
-        if found.end() > found.start() {
-            each(&[offset + found.start(), offset + found.end()]);
+        if !give(done, found.start()) || !give(found.start(), found.end()) {
+            return Ok(false);
         }
         done = found.end().max(done);
     }
-    if done < text.len() {
-        each(&[offset + done, offset + text.len()]);
-    }
-    Ok(())
+    Ok(give(done, text.len()))
 }
 
 fn is_newline(text: &[u8], at: usize) -> bool {

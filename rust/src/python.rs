@@ -2,7 +2,7 @@
 
 use std::ffi::CStr;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{channel, RecvTimeoutError};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -14,10 +14,11 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyString};
 
 use crate::cache::{Cache, MOST_BYTES};
-use crate::count::{count_files, on_threads, BlockError, CountError, Counted, Rules};
+use crate::count::{count_files, on_threads, BlockError, CountError, Rules, Shared};
 use crate::encode::{Model, Splitter};
 use crate::feed::{FeedError, Feeder, BLOCK};
 use crate::ids::Ids;
+use crate::pairs::MOST_IDS;
 use crate::pattern::{Cutter, Failure};
 use crate::stream::Stream;
 use crate::train::{Ties, TrainError, Trainer};
@@ -47,15 +48,46 @@ fn text_of<'a>(text: &'a Bound<'_, PyAny>) -> PyResult<&'a [u8]> {
 /// Word counts, gathered from files and from texts that arrive in parts.
 #[pyclass]
 struct WordCounter {
-    cutter: Arc<Cutter>,
-    rules: Rules,
-    counted: Counted,
+    shared: Arc<Shared>,
     feeder: Feeder,
+}
+
+/// Does `work` on a thread of its own; meanwhile tells the progress of counting and lets Python raise, which cancels it.
+fn watched<R: Send>(
+    py: Python<'_>,
+    shared: &Shared,
+    progress: Option<&Py<PyAny>>,
+    total: u64,
+    work: impl FnOnce() -> R + Send,
+) -> PyResult<R> {
+    let (result, raised) = py.detach(|| {
+        std::thread::scope(|scope| {
+            let (finished, wait) = channel();
+            let worker = scope.spawn(move || {
+                let result = work();
+                let _ = finished.send(());
+                result
+            });
+            let mut raised = None;
+            while let Err(RecvTimeoutError::Timeout) = wait.recv_timeout(TICK) {
+                if raised.is_none() {
+                    raised = tick(progress, "count", shared.done.load(Ordering::Relaxed), total).err();
+                    shared.cancel.store(raised.is_some(), Ordering::Relaxed);
+                }
+            }
+            (worker.join(), raised)
+        })
+    });
+    match raised {
+        Some(error) => Err(error),
+        None => result.map_err(|_| PyValueError::new_err("a thread panicked")),
+    }
 }
 
 #[pymethods]
 impl WordCounter {
-    /// `most_bytes`: bound of a table of words; at the bound `prune` forgets the rarest, otherwise MemoryError is raised.
+    /// `most_bytes`: bound of the table of words; at the bound `prune` forgets the rarest, otherwise MemoryError is raised
+    /// with what does not fit and what to do about it.
     #[new]
     #[pyo3(signature = (specials, replace, pattern="gpt2", most_bytes=usize::MAX, prune=false, threads=1))]
     fn new(
@@ -66,95 +98,70 @@ impl WordCounter {
         prune: bool,
         threads: usize,
     ) -> PyResult<Self> {
-        let cutter = Arc::new(Cutter::new(pattern, &specials).map_err(PyValueError::new_err)?);
-        let rules = Rules { replace, most_bytes, prune };
-        let feeder = Feeder::new(Arc::clone(&cutter), rules, threads, BLOCK);
-        Ok(WordCounter { cutter, rules, counted: Counted::default(), feeder })
+        let cutter = Cutter::new(pattern, &specials).map_err(PyValueError::new_err)?;
+        let shared = Arc::new(Shared::new(cutter, Rules { replace, most_bytes, prune }, threads));
+        let feeder = Feeder::new(Arc::clone(&shared), most_bytes.clamp(BLOCK / 16, BLOCK));
+        Ok(WordCounter { shared, feeder })
     }
 
-    /// Counts whole files. UnicodeDecodeError's `object` is the index of the file (as bytes) when one is not UTF-8.
+    /// Counts whole files, in all of which there are `total` bytes. UnicodeDecodeError's `object` is the index of the file
+    /// (as bytes) when one is not UTF-8.
     fn count_files(
-        &mut self,
+        &self,
         py: Python<'_>,
         paths: Vec<PathBuf>,
-        threads: usize,
         total: u64,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<()> {
-        let (done, cancel) = (AtomicU64::new(0), AtomicBool::new(false));
-        let (cutter, rules) = (&self.cutter, self.rules);
-        let (result, raised) = py.detach(|| {
-            std::thread::scope(|scope| {
-                let (finished, wait) = channel();
-                let (paths, done, cancel) = (&paths, &done, &cancel);
-                let worker = scope.spawn(move || {
-                    let result = count_files(paths, cutter, rules, threads, done, cancel);
-                    let _ = finished.send(());
-                    result
-                });
-                let mut raised = None;
-                while let Err(RecvTimeoutError::Timeout) = wait.recv_timeout(TICK) {
-                    if raised.is_none() {
-                        raised = tick(progress.as_ref(), "count", done.load(Ordering::Relaxed), total).err();
-                        cancel.store(raised.is_some(), Ordering::Relaxed);
-                    }
-                }
-                (worker.join(), raised)
-            })
-        });
-        if let Some(error) = raised {
-            return Err(error);
-        }
-        match result {
-            Ok(Ok(counted)) => self.counted.absorb(counted),
-            Ok(Err(CountError::IllFormed(file, offset))) => return Err(ill_formed(file, offset)),
-            Ok(Err(CountError::Pattern(failure))) => return Err(PyValueError::new_err(failure)),
-            Ok(Err(CountError::Full)) => return Err(block_error((0, BlockError::Full))),
-            Ok(Err(CountError::Unreadable(file, reason))) => {
-                return Err(PyOSError::new_err(format!("{}: {reason}", paths[file].display())))
+        match watched(py, &self.shared, progress.as_ref(), total, || count_files(&paths, &self.shared))? {
+            Ok(()) => Ok(()),
+            Err(CountError::Block(file, offset, error)) => Err(block_error(file, (offset, error))),
+            Err(CountError::Unreadable(file, reason)) => {
+                Err(PyOSError::new_err(format!("{}: {reason}", paths[file].display())))
             }
-            Ok(Err(CountError::Cancelled)) | Err(_) => return Err(PyValueError::new_err("counting was cancelled")),
         }
-        if let Some(call) = &progress {
-            call.call1(py, ("count", total, total))?;
-        }
-        Ok(())
     }
 
     /// Takes a part of a text that may go on. Errors may come later, from `finish` at the latest.
     fn feed(&mut self, py: Python<'_>, part: &Bound<'_, PyAny>) -> PyResult<()> {
-        let (part, counted, feeder) = (text_of(part)?, &mut self.counted, &mut self.feeder);
-        py.detach(|| feeder.feed(part, counted)).map_err(block_error)
+        let (part, feeder) = (text_of(part)?, &mut self.feeder);
+        py.detach(|| feeder.feed(part)).map_err(|error| block_error(0, error))
     }
 
     /// Ends the text that was fed.
     fn end_text(&mut self, py: Python<'_>) -> PyResult<()> {
-        let (counted, feeder) = (&mut self.counted, &mut self.feeder);
-        py.detach(|| feeder.end_text(counted)).map_err(block_error)
+        let feeder = &mut self.feeder;
+        py.detach(|| feeder.end_text()).map_err(|error| block_error(0, error))
     }
 
     /// Waits until all that was fed is counted.
     fn finish(&mut self, py: Python<'_>) -> PyResult<()> {
-        let (counted, feeder) = (&mut self.counted, &mut self.feeder);
-        py.detach(|| feeder.finish(counted)).map_err(block_error)
+        let feeder = &mut self.feeder;
+        watched(py, &self.shared, None, 0, || feeder.finish())?.map_err(|error| block_error(0, error))
     }
 
     /// Adds counts of finished words (pre-tokens).
-    fn add_word(&mut self, word: &[u8], count: u64) {
+    fn add_word(&self, word: &[u8], count: u64) {
         if !word.is_empty() {
-            self.counted.words.add(word, 0, word.len(), count);
+            self.shared.total().words.add(word, 0, word.len(), count);
         }
+    }
+
+    /// Bytes counted so far, by all threads.
+    fn done(&self) -> u64 {
+        self.shared.done.load(Ordering::Relaxed)
     }
 
     /// (distinct words, bytes read, sequences replaced, occurrences forgotten)
     fn totals(&self) -> (usize, u64, u64, u64) {
-        (self.counted.words.len(), self.counted.bytes, self.counted.replaced, self.counted.dropped)
+        let total = self.shared.total();
+        (total.words.len(), total.bytes, total.replaced, total.dropped)
     }
 
     /// All words and their counts, unordered.
     fn words<'py>(&self, py: Python<'py>) -> Vec<(Bound<'py, PyBytes>, u64)> {
-        let mut found = Vec::with_capacity(self.counted.words.len());
-        self.counted.words.for_each(|word, count| found.push((PyBytes::new(py, word), count)));
+        let (total, mut found) = (self.shared.total(), Vec::new());
+        total.words.for_each(|word, count| found.push((PyBytes::new(py, word), count)));
         found
     }
 
@@ -167,7 +174,8 @@ impl WordCounter {
         progress: Option<Py<PyAny>>,
         hugging_face: bool,
     ) -> PyResult<Vec<(Bound<'py, PyBytes>, Bound<'py, PyBytes>)>> {
-        let words = &self.counted.words;
+        let total = self.shared.total();
+        let words = &total.words;
         let ties = if hugging_face { Ties::HuggingFace } else { Ties::Greatest };
         let mut raised = None;
         let result = py.detach(|| {
@@ -194,11 +202,19 @@ impl WordCounter {
     }
 }
 
-fn block_error((offset, error): FeedError) -> PyErr {
+fn block_error(file: usize, (offset, error): FeedError) -> PyErr {
     match error {
-        BlockError::IllFormed(at) => ill_formed(0, offset + at as u64),
+        BlockError::IllFormed(at) => ill_formed(file, offset + at as u64),
         BlockError::Pattern(failure) => PyValueError::new_err(failure),
-        BlockError::Full => PyMemoryError::new_err("the table of distinct words is full"),
+        BlockError::Full => PyMemoryError::new_err((
+            "the table of distinct words",
+            "or prune: that drops the rarest words (counts become approximate)",
+        )),
+        BlockError::Uncut => PyMemoryError::new_err((
+            "a text that the pattern lets nobody cut",
+            "or use a built-in pattern, special tokens, or a file that is neither packed nor JSON",
+        )),
+        BlockError::Cancelled => PyValueError::new_err("counting was cancelled"),
     }
 }
 
@@ -357,10 +373,10 @@ impl Encoder {
         }
     }
 
-    /// Memory of the caches at rest, in bytes, and their number.
-    fn cache_bytes(&self) -> (usize, usize) {
+    /// Memory of the caches at rest, in bytes.
+    fn cache_bytes(&self) -> usize {
         let caches = (0..1000).find_map(|_| self.caches.try_lock().ok());
-        caches.map_or((0, 0), |caches| (caches.iter().map(Cache::bytes).sum(), caches.len()))
+        caches.map_or(0, |caches| caches.iter().map(Cache::bytes).sum())
     }
 
     /// A new stream over this encoder.
@@ -401,8 +417,10 @@ impl EncoderStream {
 fn pre_tokens<'py>(py: Python<'py>, text: &Bound<'py, PyAny>, pattern: &str) -> PyResult<Vec<Bound<'py, PyBytes>>> {
     let (text, cutter) = (text_of(text)?, Cutter::new(pattern, &[]).map_err(PyValueError::new_err)?);
     let mut found = Vec::new();
-    let each =
-        |bounds: &[usize]| found.extend(bounds.windows(2).map(|piece| PyBytes::new(py, &text[piece[0]..piece[1]])));
+    let each = |bounds: &[usize]| {
+        found.extend(bounds.windows(2).map(|piece| PyBytes::new(py, &text[piece[0]..piece[1]])));
+        true
+    };
     cutter.pattern.for_each_batch(text, each).map_err(PyValueError::new_err)?;
     Ok(found)
 }
@@ -425,6 +443,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Encoder>()?;
     module.add_class::<Buffer>()?;
     module.add("CACHE_BYTES", MOST_BYTES)?;
+    module.add("MOST_IDS", MOST_IDS)?;
     module.add_class::<EncoderStream>()?;
     module.add_function(wrap_pyfunction!(split_text, module)?)?;
     module.add_function(wrap_pyfunction!(pre_tokens, module)?)

@@ -40,19 +40,15 @@ pub fn is_safe_cut(text: &[u8], at: usize) -> bool {
     before != SPACE && before != class_at(text, at).0
 }
 
-/// Calls `each(start, end)` for every piece of `text`.
-pub fn for_each_piece(text: &[u8], mut each: impl FnMut(usize, usize)) {
-    for_each_batch(text, |bounds| bounds.windows(2).for_each(|piece| each(piece[0], piece[1])));
-}
-
 /// Pieces that a batch holds, about.
 const BATCH: usize = 192;
 /// Most pieces in a batch: one block more may come, at a start a byte.
 pub const MOST: usize = BATCH + 64;
 
-/// Calls `each(bounds)` for batches of pieces: `bounds[i]..bounds[i + 1]` is a piece, at most `MOST` a batch.
+/// Calls `each(bounds)` for batches of pieces, until it returns false: `bounds[i]..bounds[i + 1]` is a piece, at most `MOST` a
+/// batch.
 #[inline]
-pub fn for_each_batch(text: &[u8], mut each: impl FnMut(&[usize])) {
+pub fn for_each_batch(text: &[u8], mut each: impl FnMut(&[usize]) -> bool) {
     let mut bounds = [0; MOST + 1];
     let mut filled = 0;
     let mut scanner = Scanner::default();
@@ -64,7 +60,9 @@ pub fn for_each_batch(text: &[u8], mut each: impl FnMut(&[usize])) {
             starts &= starts - 1;
         }
         if filled > BATCH {
-            each(&bounds[..filled]);
+            if !each(&bounds[..filled]) {
+                return;
+            }
             bounds[0] = bounds[filled - 1];
             filled = 1;
         }

@@ -242,9 +242,9 @@ impl WordTable {
         }
     }
 
-    /// Memory that the table takes, in bytes.
-    pub fn bytes(&self) -> usize {
-        self.slots.len() * size_of::<Slot>() + self.arena.capacity()
+    /// Memory that the table takes, in bytes, long words counted twice: laid out for merging they grow the most.
+    pub fn weight(&self) -> usize {
+        self.slots.len() * size_of::<Slot>() + 2 * self.arena.len()
     }
 
     /// Forgets the rarest words until at most half of them are left. Returns how many occurrences that drops.

@@ -1,9 +1,12 @@
 """Where text comes from, the bound on memory, the rule for ties: all lead to the same merges, or say what they do."""
 
 import gzip
+import itertools
 import json
 import lzma
 import os
+import random
+import string
 import subprocess
 import sys
 from collections import Counter
@@ -12,8 +15,9 @@ import pytest
 import tokenizers
 from texts import END, PROSE, train_on
 
+from groundup import _core
 from groundup.errors import UserError
-from groundup.tokenizer import Tokenizer, reference
+from groundup.tokenizer import Tokenizer, reference, training
 from groundup.tokenizer.sources import JsonLines, find_sources, text_files
 
 TEXT = (PROSE + END) * 40
@@ -91,7 +95,58 @@ def test_a_folder_mixes_kinds_and_progress_reaches_the_end(tmp_path):
     both = Tokenizer.train([tmp_path / "in"], 400, [END], progress=lambda *step: told.append(step))
     assert both.merges == train_on(tmp_path, TEXT + END + TEXT, 400, special_tokens=[END]).merges
     counts = [step for step in told if step[0] == "count"]
-    assert counts[-1][1] == counts[-1][2]
+    assert [done == total for _, done, total in counts] == [False] * (len(counts) - 1) + [True]
+
+
+def test_progress_tells_of_packed_files_and_iterators_now_and_then(tmp_path, monkeypatch):
+    """Never the end before the end, and not once a line; a clock of a hundredth of a second a look."""
+    clock = itertools.count()
+    monkeypatch.setattr(training.time, "monotonic", lambda: next(clock) / 100)
+    (tmp_path / "a.txt").write_text(TEXT)
+    (tmp_path / "b.jsonl").write_text('{"text": "some words"}\n' * 2000)
+    told = []
+    Tokenizer.train([tmp_path], 260, progress=lambda *step: told.append(step))
+    counts = [step[1:] for step in told if step[0] == "count"]
+    assert 50 < len(counts) < 210
+    total = sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert counts[-1] == (total, total)
+    assert len(TEXT) < counts[0][0] <= counts[-1][0]
+    told.clear()
+    texts = ["some words " * 1000] * 500
+    Tokenizer.train_from_texts(texts, 260, threads=1, progress=lambda *step: told.append(step))
+    counts = [step[1:] for step in told if step[0] == "count"]
+    assert 10 < len(counts) < 60
+    assert counts[-1] == (5_500_000, 5_500_000)
+    assert all(total == 0 for _, total in counts[:-1])
+    assert sorted(counts) == counts
+
+
+def test_many_files_are_mapped_in_groups(tmp_path, monkeypatch):
+    for number in range(10):
+        (tmp_path / f"{number}.txt").write_text(f"text {PROSE} number {number}" * (number + 1))
+    expected = Tokenizer.train([tmp_path], 400)
+    monkeypatch.setattr(training, "_MAPPED", 3)
+    assert Tokenizer.train([tmp_path], 400).fingerprint == expected.fingerprint
+    (tmp_path / "7.txt").write_bytes(b"ab\xff")
+    with pytest.raises(UserError, match=r"7\.txt: invalid UTF-8 at byte 2"):
+        Tokenizer.train([tmp_path], 400)
+
+
+@pytest.mark.slow
+def test_more_files_than_the_system_maps(tmp_path):
+    (tmp_path / "a.txt").write_text("ab ab")
+    assert Tokenizer.train([tmp_path / "a.txt"] * 70_000, 257).merges == [(b"a", b"b")]
+
+
+def test_what_an_iterator_raises_is_its_own():
+    def failing():
+        yield "some text"
+        raise ValueError("my own trouble")
+
+    with pytest.raises(ValueError, match=r"^my own trouble$"):
+        Tokenizer.train_from_texts(failing(), 300)
+    with pytest.raises(UnicodeDecodeError):
+        Tokenizer.train_from_texts((text.decode() for text in [b"caf\xe9"]), 300)
 
 
 def test_folders_in_the_order_of_names_without_hidden_and_empty_ones(tmp_path):
@@ -163,6 +218,10 @@ def test_unusable_texts_and_counts():
         Tokenizer.train_from_counts({b"ab": -1}, 300)
     with pytest.raises(UserError, match="below 2"):
         Tokenizer.train_from_counts({b"ab": 2**62}, 300)
+    with pytest.raises(
+        UserError, match="holds the special token '<|endoftext|>': cut texts at them first".replace("|", r"\|")
+    ):
+        Tokenizer.train_from_counts({"a<|endoftext|>": 3}, 300, [END])
 
 
 def test_the_bound_on_memory_is_an_error_or_prunes(tmp_path):
@@ -195,21 +254,68 @@ def watch():
         time.sleep(0.002)
 thread = threading.Thread(target=watch)
 thread.start()
-Tokenizer.train([sys.argv[1]], 2000, memory=int(sys.argv[2]), prune=True, threads=2)
+options = dict(memory=int(sys.argv[2]), prune=sys.argv[3] == "gpt2", pattern=sys.argv[3], threads=2)
+try:
+    Tokenizer.train([sys.argv[1]], 2000, **options)
+except Exception as error:
+    print(error)
 done = True
 thread.join()
 print(peak - start)
 """
 
 
+def memory_of_training(path, bound, pattern="gpt2"):
+    """(what was said, bytes of memory) of training on a file in a process of its own."""
+    command = [sys.executable, "-W", "ignore", "-c", BOUNDED, str(path), str(bound), pattern]
+    *said, size = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return said, int(size)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_bound_holds_for_the_memory_of_the_process(tmp_path):
+@pytest.mark.parametrize("length", [8, 1000])
+def test_the_bound_holds_for_the_memory_of_the_process(tmp_path, length):
     path = tmp_path / "distinct.txt"
-    path.write_text("".join(f" w{number * 7919 % 1_000_003}" for number in range(1_000_000)) * 3)
-    bound = 32 << 20
-    command = [sys.executable, "-W", "ignore", "-c", BOUNDED, str(path), str(bound)]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert int(output) < bound
+    words = (f" w{number * 7919 % 1_000_003}" for number in range(1_000_000))
+    if length == 1000:
+        choose = random.Random(0).choices
+        words = (" " + "".join(choose(string.ascii_lowercase, k=length)) for _ in range(4000))
+    path.write_text("".join(words) * 3)
+    said, size = memory_of_training(path, 32 << 20)
+    assert not said
+    assert size < 32 << 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_packed_text_that_nothing_cuts_is_refused_at_the_bound(tmp_path):
+    """A pattern of one's own has no place where a cut is known to be safe, so the text is held until it ends."""
+    path = tmp_path / "long.gz"
+    path.write_bytes(gzip.compress(b"some words and more of them " * 2_000_000, 1))
+    said, size = memory_of_training(path, 32 << 20, r"\w+ |.")
+    assert said == [
+        "a text that the pattern lets nobody cut needs more than the 33554432 bytes of memory allowed; allow more, or "
+        "use a built-in pattern, special tokens, or a file that is neither packed nor JSON"
+    ]
+    assert size < 32 << 20
+    assert not memory_of_training(path, 32 << 20)[0]
+
+
+def test_whether_the_words_fit_does_not_depend_on_the_threads(tmp_path):
+    path = tmp_path / "distinct.txt"
+    path.write_text("".join(f" w{number}" for number in range(100_000)) * 25)
+    expected = Tokenizer.train([path], 300, memory=64 << 20, threads=1).fingerprint
+    for threads in (2, 16):
+        assert Tokenizer.train([path], 300, memory=64 << 20, threads=threads).fingerprint == expected
+    with pytest.raises(UserError, match="more than the 15 bytes"):
+        Tokenizer.train([path], 300, memory=15, threads=2)
+    # Fed texts likewise: nine texts, then their rest, in tables that fit together but in no thread's share.
+    for rounds in (8, 9):
+        counter = _core.WordCounter([], False, most_bytes=8 << 20, threads=2)
+        for text in range(rounds):
+            counter.feed("".join(f" {text}{number:05}" for number in range(10_000)))
+            counter.end_text()
+        counter.finish()
+        assert counter.totals()[0] == rounds * 10_000
 
 
 def test_hugging_faces_rule_for_ties_gives_its_merges(tmp_path):
@@ -229,7 +335,6 @@ def test_hugging_faces_rule_for_ties_gives_its_merges(tmp_path):
 
 def test_counts_add_up_over_parts_and_threads():
     """Feeding texts in parts of any size, to any number of threads, counts what the whole texts count."""
-    from groundup import _core
 
     def counts(texts, size, threads):
         counter = _core.WordCounter([END.encode()], False, threads=threads)
@@ -243,6 +348,9 @@ def test_counts_add_up_over_parts_and_threads():
     short = (PROSE + END).encode()
     for size in (1, 2, 3, 5, 17, 64, 1000):
         assert counts([short], size, 1) == counts([short], len(short), 1)
+    wide = [*"a𝐀 1𝟏 ".encode()] * 3  # a part may end within a letter of four bytes
+    for size in range(1, 9):
+        assert counts([bytes(wide)], size, 1) == counts([bytes(wide)], 1000, 1)
     long = short * (3_000_000 // len(short))
     texts = [long, b"", short, b"x'", *[b"one text" * 9] * 40_000, long[:1_100_000].decode(errors="ignore").encode()]
     whole = counts(texts, 1 << 30, 1)

@@ -4,8 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import warnings
+from ast import literal_eval
 from collections import Counter
 
 import pytest
@@ -94,6 +94,22 @@ def test_neither_threads_nor_files_nor_their_order_change_anything(tmp_path):
     assert Tokenizer.train([tmp_path], 400).fingerprint == expected.fingerprint
 
 
+def test_three_threads_count_what_one_counts(tmp_path):
+    """24 MB are work for three threads."""
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f" w{number * 7919 % 200_003}" for number in range(250_000)) * 14)
+    assert path.stat().st_size > 24 << 20
+
+    def counts(threads):
+        counter = _core.WordCounter([], False, threads=threads)
+        counter.count_files([path], 0, None)
+        return counter.totals(), hash(frozenset(counter.words()))
+
+    expected = counts(1)
+    assert expected[0][:2] == (200_004, path.stat().st_size)
+    assert counts(0) == counts(2) == counts(3) == expected
+
+
 def test_special_tokens_never_enter_merges(tmp_path):
     specials = ["<|a|>", "<|a|><|a|>", ".*", "(", " x "]
     text = "".join(f"word{name}word word{name}{name}" for name in specials) * 20
@@ -128,6 +144,8 @@ def test_too_little_text_trains_what_exists_and_says_so(tmp_path):
         (256, ["<a>"], "at least 257"),
         (10, [], "at least 256"),
         (300, ["<a>", "<a>"], "given twice"),
+        (10**12, [], "at most 2097151 ids"),
+        (2**63, [], "at most 2097151 ids"),
         (300, [""], "is empty"),
         (300, ["\ud800"], "lone surrogate"),
         (300, END, "give a list"),
@@ -161,8 +179,8 @@ def test_bad_inputs(tmp_path):
 def test_invalid_utf8_names_file_and_byte_or_is_replaced(tmp_path):
     good, bad = tmp_path / "good.txt", tmp_path / "bad.txt"
     good.write_text("good text " * 10)
-    bad.write_bytes(b"good text " * 300_000 + b"b\xffd \xe4\xb8 text \xed\xa0\x80")
-    with pytest.raises(UserError, match=r"bad\.txt: invalid UTF-8 at byte 3000001"):
+    bad.write_bytes(b"good text " * 1_800_000 + b"b\xffd \xe4\xb8 text \xed\xa0\x80")
+    with pytest.raises(UserError, match=r"bad\.txt: invalid UTF-8 at byte 18000001"):
         Tokenizer.train([good, bad], 270, threads=2)
     with pytest.warns(UserWarning, match="5 invalid UTF-8 sequences"):
         replaced = Tokenizer.train([good, bad], 270, errors="replace")
@@ -186,26 +204,36 @@ def test_progress_is_told_and_may_stop_the_work(tmp_path):
 INTERRUPTED = """
 import sys, time
 from groundup.tokenizer import Tokenizer
-print("ready", flush=True)
+told = []
+def progress(*step):
+    if step[1]:
+        told.append(step)
+        if len(told) == 1:
+            print("ready", flush=True)
 try:
     while True:
-        Tokenizer.train([sys.argv[1]], 30000, threads=2)
+        Tokenizer.train([sys.argv[1]], 30000, threads=2, pattern=sys.argv[2], progress=progress)
 except KeyboardInterrupt:
-    print("interrupted", flush=True)
+    print("interrupted", told[-1], flush=True)
 """
 
 
-def test_ctrl_c_ends_training_soon(tmp_path):
+@pytest.mark.parametrize("pattern", ["gpt2", r"\w+ ?|[^\w]+"])
+def test_ctrl_c_ends_training_soon(tmp_path, pattern):
+    """With a pattern of one's own the whole file is one block, of some ten seconds' work."""
     path = tmp_path / "text.txt"
-    path.write_text("".join(f" w{number * 7919 % 1_000_003}" for number in range(1_500_000)))
+    path.write_text("".join(f" w{number * 7919 % 1_000_003}" for number in range(1_500_000)) * 10)
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", INTERRUPTED, str(path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-W", "ignore", "-c", INTERRUPTED, str(path), pattern], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "ready\n"
-    time.sleep(0.7)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=20)
-    assert output == "interrupted\n"
+    word, told = output.split(maxsplit=1)
+    assert word == "interrupted"
+    if pattern != "gpt2":  # and so it was told how far it is, and came nowhere near the end
+        _, done, total = literal_eval(told)
+        assert 0 < done < total / 2
 
 
 def test_a_long_word_is_not_quadratic(tmp_path):
@@ -222,10 +250,11 @@ def test_a_long_word_is_not_quadratic(tmp_path):
 
 
 def test_training_works_in_a_forked_child(tmp_path):
-    expected = train_on(tmp_path, PROSE * 2000, 300, threads=2).fingerprint
+    text = PROSE * (17_000_000 // len(PROSE.encode()))  # work for two threads
+    expected = train_on(tmp_path, text, 300, threads=2).fingerprint
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
-        os._exit(0 if train_on(tmp_path, PROSE * 2000, 300, threads=2).fingerprint == expected else 1)
+        os._exit(0 if train_on(tmp_path, text, 300, threads=2).fingerprint == expected else 1)
     assert os.waitpid(child, 0)[1] == 0

@@ -11,7 +11,7 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
 use crate::cache::Cache;
-use crate::count::{Counted, Rules};
+use crate::count::{Counted, Rules, Shared};
 use crate::encode::{Model, Splitter};
 use crate::feed::Feeder;
 use crate::ids::Ids;
@@ -79,7 +79,10 @@ fn text(parts: usize) -> impl Strategy<Value = String> {
 
 fn pieces(pattern: &Pattern, text: &[u8]) -> Vec<Vec<u8>> {
     let mut found = Vec::new();
-    let each = |bounds: &[usize]| found.extend(bounds.windows(2).map(|piece| text[piece[0]..piece[1]].to_vec()));
+    let each = |bounds: &[usize]| {
+        found.extend(bounds.windows(2).map(|piece| text[piece[0]..piece[1]].to_vec()));
+        true
+    };
     pattern.for_each_batch(text, each).unwrap();
     found.retain(|piece| !piece.is_empty());
     found
@@ -197,16 +200,16 @@ fn training_equals_the_definition_and_fed_parts_count_alike() {
     let words = prop::collection::btree_map(vec(prop::sample::select(b"abc".to_vec()), 1..30), 1..9u64, 1..30);
     hold((words, text(60), 1..50usize, 1..4usize), |(words, text, part, threads)| {
         prop_assert_eq!(crate::train::tests::fast(&words, 50), crate::train::tests::plain(&words, 50));
-        let cutter = Arc::new(Cutter::new("gpt2", &[b"<|end|>".to_vec()]).unwrap());
+        let cutter = Cutter::new("gpt2", &[b"<|end|>".to_vec()]).unwrap();
         let rules = Rules { replace: false, most_bytes: usize::MAX, prune: false };
-        let (mut whole, mut parts) = (Counted::default(), Counted::default());
-        whole.add_block(text.as_bytes(), &cutter, rules).unwrap();
-        let mut feeder = Feeder::new(Arc::clone(&cutter), rules, threads, part);
+        let (shared, mut whole) = (Arc::new(Shared::new(cutter, rules, threads)), Counted::default());
+        whole.add_block(text.as_bytes(), &shared).unwrap();
+        let mut feeder = Feeder::new(Arc::clone(&shared), part);
         for part in text.as_bytes().chunks(part) {
-            feeder.feed(part, &mut parts).unwrap();
+            feeder.feed(part).unwrap();
         }
-        feeder.finish(&mut parts).unwrap();
-        prop_assert_eq!(crate::count::tests::table(&parts.words), crate::count::tests::table(&whole.words));
+        feeder.finish().unwrap();
+        prop_assert_eq!(crate::count::tests::table(&shared.total().words), crate::count::tests::table(&whole.words));
         Ok(())
     });
 }

@@ -2,7 +2,10 @@ use super::*;
 
 fn cut<'t>(pattern: &Pattern, text: &'t [u8]) -> Vec<&'t [u8]> {
     let mut found = Vec::new();
-    let each = |bounds: &[usize]| bounds.windows(2).for_each(|piece| found.push(&text[piece[0]..piece[1]]));
+    let each = |bounds: &[usize]| {
+        found.extend(bounds.windows(2).map(|piece| &text[piece[0]..piece[1]]));
+        true
+    };
     pattern.for_each_batch(text, each).unwrap();
     found
 }
@@ -22,5 +25,15 @@ fn an_unfinished_character_is_no_place_to_cut() {
         for size in 0..text.len() {
             assert_eq!(cutter.last_cut(&text.as_bytes()[..size]), None, "{text}, {size} bytes");
         }
+    }
+}
+
+/// Or a stream of such lines would be held to its end.
+#[test]
+fn lines_of_punctuation_are_cut() {
+    for pattern in ["cl100k", "llama3"] {
+        let cutter = Cutter::new(pattern, &[]).unwrap();
+        assert_eq!(cutter.last_cut(b"--\n--\r\n---\n--\n--"), Some(11), "{pattern}");
+        assert_eq!(cutter.last_cut(b"-------------------"), None);
     }
 }

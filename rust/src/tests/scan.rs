@@ -45,6 +45,14 @@ fn run_end(text: &[u8], mut at: usize, class: u8) -> usize {
     at
 }
 
+/// Calls `each(start, end)` for every piece of `text`.
+fn for_each_piece(text: &[u8], mut each: impl FnMut(usize, usize)) {
+    for_each_batch(text, |bounds| {
+        bounds.windows(2).for_each(|piece| each(piece[0], piece[1]));
+        true
+    });
+}
+
 /// Random text over `alphabet`, of up to `parts` parts.
 fn random_text(state: &mut u64, alphabet: &[&[u8]], parts: usize) -> Vec<u8> {
     let mut next = || {

@@ -108,8 +108,8 @@ class Tokenizer:
     ) -> "Tokenizer":
         """Train on text files and folders (also .jsonl, and .gz, .xz, .zst of either).
 
-        The result does not depend on `threads` (0: all cores) or the order of the files. Text that yields fewer merges
-        than asked gives a smaller vocabulary and a warning.
+        The result does not depend on `threads` (0: all cores) or the order of the files, but for the words that `prune`
+        drops. Text that yields fewer merges than asked gives a smaller vocabulary and a warning.
 
         pattern: "gpt2", "cl100k", "llama3" or a regular expression. errors: "replace" replaces invalid UTF-8 by U+FFFD
         and warns. ties: which of equally frequent pairs goes first; "greatest" is the lexicographically greater pair
@@ -321,7 +321,7 @@ class Tokenizer:
 
         There is one for each thread that has encoded at the same time as others, of at most `CACHE_BYTES` bytes.
         """
-        return self._core.cache_bytes()[0]
+        return self._core.cache_bytes()
 
     def encode_iterable(self, chunks: Iterable[str | bytes]) -> Iterator[int]:
         """Ids of a text that arrives in chunks, lazily: the same ids wherever it is cut.
