@@ -147,6 +147,7 @@ def test_a_slurm_script_is_a_shell_script():
     assert "groundup bench step --size small --config 'my file.toml'" in script
     assert "--gres=gpu:1" in script
     assert "--time=00:40:00" in script
+    assert "export SRUN_CPUS_PER_TASK=" in script
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
 
 

@@ -25,6 +25,7 @@ def slurm_script(name: str, argv: Sequence[str], cells: int, seconds_per_cell: f
         "",
         f"# {cells} cells. Finished cells are kept: submit again to go on.",
         "set -euo pipefail",
+        'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"  # since Slurm 22.05 srun does not take it from the job',
         f"srun groundup bench {name} {shlex.join(argv)}".rstrip(),
         "",
     ]
