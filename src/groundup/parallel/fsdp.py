@@ -87,12 +87,13 @@ class FSDP(DataParallel):
         self.params = list(self.names)
         self.replicated = [p for p in self.params if p not in self.pieces]
         sharing: Any = self.group or dist.group.WORLD
+        ranks = dist.get_process_group_ranks(sharing)
         # Local synchronisation, for a part of the world only: it names a group by how many groups this rank knows, and
         # ranks that know different ones would wait for each other.
         self._reduce_group = dist.new_group(
-            dist.get_process_group_ranks(sharing),
+            ranks,
             sharing._get_backend(next(module.parameters()).device).options._timeout,  # else it has the backend's own
-            use_local_synchronization=self.group is not None,
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
         )
         self._in_backward = False
         self._awaits_drain = False
