@@ -15,7 +15,7 @@ const MOST_ENTRIES: usize = 1 << 19;
 const MOST_CHUNKS: usize = 1 << 19;
 /// Longest piece, in bytes, that is remembered.
 const LONGEST: usize = 512;
-/// No cache takes more memory than this.
+/// No cache takes more memory than this; many at once take less each (`Cache::limit`).
 pub const MOST_BYTES: usize = MOST_ENTRIES * size_of::<Entry>() + 2 * MOST_CHUNKS * CHUNK + (1 << 12);
 
 /// Two numbers are the key; its highest four bits are free for half the number of bytes of the ids in the other two
@@ -32,13 +32,17 @@ pub struct Cache {
     /// Which place is taken next where all are taken, which only happens in a table of the largest size.
     turn: usize,
     arena: Vec<Chunk>,
+    /// Bounds of the two, see `limit`.
+    most_entries: usize,
+    most_chunks: usize,
     pub work: Work,
 }
 
 impl Default for Cache {
     fn default() -> Self {
         let entries = vec![[0; 4]; FIRST_ENTRIES];
-        Cache { entries, used: 0, turn: 0, arena: Vec::new(), work: Work::default() }
+        let (most_entries, most_chunks) = (MOST_ENTRIES, MOST_CHUNKS);
+        Cache { entries, used: 0, turn: 0, arena: Vec::new(), most_entries, most_chunks, work: Work::default() }
     }
 }
 
@@ -51,6 +55,17 @@ impl Cache {
     /// Memory that the cache takes, in bytes.
     pub fn bytes(&self) -> usize {
         size_of::<Cache>() + self.entries.len() * size_of::<Entry>() + self.arena.capacity() * CHUNK
+    }
+
+    /// From now on the cache takes no more than a `parts`-th of `MOST_BYTES` (rounded down to a power of two); if it has
+    /// more, it forgets everything.
+    pub fn limit(&mut self, parts: usize) {
+        let parts = parts.next_power_of_two();
+        self.most_entries = (MOST_ENTRIES / parts).max(FIRST_ENTRIES);
+        self.most_chunks = MOST_CHUNKS / parts;
+        if self.entries.len() > self.most_entries || self.arena.len() > self.most_chunks {
+            (self.entries, self.arena, self.used) = (vec![[0; 4]; FIRST_ENTRIES], Vec::new(), 0);
+        }
     }
 
     #[inline]
@@ -115,7 +130,7 @@ impl Cache {
             return;
         }
         let wanted = piece.len().div_ceil(CHUNK) + ids.len().div_ceil(CHUNK);
-        if self.arena.len() + wanted > MOST_CHUNKS {
+        if self.arena.len() + wanted > self.most_chunks {
             (self.entries, self.arena, self.used) = (vec![[0; 4]; self.entries.len()], Vec::new(), 0);
             want_large_pages(&self.entries);
         }
@@ -136,8 +151,8 @@ impl Cache {
 
     /// Enlarges the table when it is half full.
     pub fn grow(&mut self) {
-        if self.used * 2 > self.entries.len() && self.entries.len() < MOST_ENTRIES {
-            let larger = vec![[0; 4]; (self.entries.len() * 4).min(MOST_ENTRIES)];
+        if self.used * 2 > self.entries.len() && self.entries.len() < self.most_entries {
+            let larger = vec![[0; 4]; (self.entries.len() * 4).min(self.most_entries)];
             want_large_pages(&larger);
             let old = std::mem::replace(&mut self.entries, larger);
             self.used = 0;

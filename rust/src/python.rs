@@ -229,20 +229,25 @@ struct Encoder {
     splitter: Splitter,
     /// Caches at rest. A call takes one (or makes one) and gives it back, so no two threads share one.
     caches: Mutex<Vec<Cache>>,
+    /// How many there are, those at work included.
+    caches_made: AtomicUsize,
 }
 
-/// Caches kept for later calls.
+/// Caches kept for later calls, and how many of the largest size all of them together may weigh.
 const CACHES: usize = 64;
+const FULL_CACHES: usize = 2;
 
 impl Encoder {
     fn with_cache<R>(&self, work: impl FnOnce(&mut Cache) -> R) -> R {
         // `try_lock`: if a fork happened while another thread held the lock, it is never released in the child.
-        let mut cache = self.caches.try_lock().ok().and_then(|mut caches| caches.pop()).unwrap_or_default();
+        let kept = self.caches.try_lock().ok().and_then(|mut caches| caches.pop());
+        let made = self.caches_made.fetch_add(kept.is_none() as usize, Ordering::Relaxed) + kept.is_none() as usize;
+        let mut cache = kept.unwrap_or_default();
+        cache.limit(made.div_ceil(FULL_CACHES));
         let result = work(&mut cache);
-        if let Ok(mut caches) = self.caches.try_lock() {
-            if caches.len() < CACHES {
-                caches.push(cache);
-            }
+        match self.caches.try_lock() {
+            Ok(mut caches) if caches.len() < CACHES => caches.push(cache),
+            _ => _ = self.caches_made.fetch_sub(1, Ordering::Relaxed),
         }
         result
     }
@@ -317,7 +322,12 @@ impl Encoder {
         let model = Model::new(&tokens, &merges, merged, &special_ids, whole).map_err(PyValueError::new_err)?;
         let names: Vec<Vec<u8>> = specials.into_iter().map(|special| special.0).collect();
         let cutter = Cutter::new(&pattern, &names).map_err(PyValueError::new_err)?;
-        Ok(Encoder { model, splitter: Splitter { cutter, special_ids }, caches: Mutex::default() })
+        Ok(Encoder {
+            model,
+            splitter: Splitter { cutter, special_ids },
+            caches: Mutex::default(),
+            caches_made: AtomicUsize::new(0),
+        })
     }
 
     /// Without `specials`, special tokens are ordinary text; so in the methods below.

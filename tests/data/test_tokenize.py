@@ -281,7 +281,7 @@ def sample():
         peak = max(peak, anonymous_bytes())
 thread = threading.Thread(target=sample)
 thread.start()
-tokenize_corpus([sys.argv[1]], None, tokenizer, sys.argv[3], threads=2)
+tokenize_corpus([sys.argv[1]], None, tokenizer, sys.argv[3], threads=int(sys.argv[4]))
 done.set()
 thread.join()
 print(peak)
@@ -289,7 +289,8 @@ print(peak)
 
 
 @pytest.mark.slow
-def test_memory_stays_below_300_mb(corpora, tmp_path):
+@pytest.mark.parametrize("threads", ["2", "16"])
+def test_memory_stays_below_300_mb(corpora, tmp_path, threads):
     """All anonymous memory of the process, Python and numpy included, on 100 MB of text and one document."""
     with lzma.open(corpora / "english_100mb.txt.xz") as file:
         data = file.read()
@@ -297,7 +298,7 @@ def test_memory_stays_below_300_mb(corpora, tmp_path):
     (tmp_path / "one.txt").write_bytes(data[:40_000_000].replace(EOT.encode(), b" "))
     Tokenizer.train([tmp_path / "one.txt"], 2000, [EOT]).save(tmp_path / "tok")
     for name in ("documents.txt", "one.txt"):
-        command = [sys.executable, "-c", MEASURE, tmp_path / name, tmp_path / "tok", tmp_path / "out"]
+        command = [sys.executable, "-c", MEASURE, tmp_path / name, tmp_path / "tok", tmp_path / "out", threads]
         found = subprocess.run(command, capture_output=True, text=True, check=True)
         assert int(found.stdout) < 300e6
 

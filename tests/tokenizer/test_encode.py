@@ -233,6 +233,24 @@ def test_the_word_cache_is_visible_and_bounded():
     assert tokenizer.cache_bytes > max(before, 4 << 20)
 
 
+def test_the_word_caches_of_many_threads_share_a_bound():
+    tokenizer = Tokenizer._from_parts(gpt2()._parts)
+    start, bytes_of = threading.Barrier(16), random.Random(5).randbytes
+    texts = [" ".join(bytes_of(5).hex() for _ in range(100_000)) for _ in range(16)]
+
+    def work(number: int) -> None:
+        for turn in range(4):
+            start.wait()
+            tokenizer.encode_numpy(texts[(number + turn) % 16])
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert tokenizer.cache_bytes <= 2 * tokenizer.CACHE_BYTES
+
+
 @pytest.mark.parametrize("character", [" ", "\n", "\t"])
 def test_a_run_of_white_space_comes_out_while_it_arrives(character):
     tokenizer, taken = gpt2(), 0

@@ -44,7 +44,7 @@ class Tokenizer:
     """A vocabulary with its merges. Immutable; may be used from any thread and in forked children."""
 
     CACHE_BYTES = _core.CACHE_BYTES
-    """No thread's word cache takes more memory than this (see `cache_bytes`)."""
+    """No thread's word cache takes more memory than this, and all together take twice as much (see `cache_bytes`)."""
 
     def __init__(
         self,
@@ -319,7 +319,8 @@ class Tokenizer:
     def cache_bytes(self) -> int:
         """Memory of the word caches in which encoding remembers the ids of pieces, those at work excepted.
 
-        There is one for each thread that has encoded at the same time as others, of at most `CACHE_BYTES` bytes.
+        There is one for each thread that has encoded at the same time as others, of at most `CACHE_BYTES` bytes; more
+        than two share twice that.
         """
         return self._core.cache_bytes()
 
