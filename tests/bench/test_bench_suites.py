@@ -299,8 +299,9 @@ def test_no_time_of_other_kernels_is_kept_as_flash_hoppers(forward, deterministi
         monkeypatch.setattr(kernels, "attention_backward", backward_of)
     monkeypatch.setattr(module, "runs_triton", lambda x: True)
     monkeypatch.setattr(flash_hopper, "obstacle", lambda *_: "")
+    monkeypatch.setattr(flash_hopper, "note_fallback", lambda *_: None)
     monkeypatch.setattr(flash_hopper, "pays", lambda *_: forward)
-    (cell,) = tiny_cells("attention", implementation="flash-hopper", deterministic=deterministic)
+    (cell,) = tiny_cells("attention", implementation="flash-hopper", d="64", deterministic=deterministic)
     if kept is None:
         assert cell["status"] == "error"
         assert "--implementation flash-triton measures what runs" in cell["message"]
