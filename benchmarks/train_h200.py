@@ -111,11 +111,11 @@ def work_through(waiting: list[Job], out: Path, end: float) -> None:
                 job = next((job for job in waiting if LIMITS[job.function][0] <= left), None)
                 if job and all(other.gpu != gpu for other in running):
                     waiting.remove(job)
-                    running.append(job)
                     job.gpu, job.end = gpu, time.time() + min(LIMITS[job.function][1], left - 10)
                     job.log = logs / f"{len(waiting)}.log"
                     command = [sys.executable, str(script), str(path), job.name, job.function]
                     job.process = start([*command, json.dumps(job.arguments), str(job.end)], gpu, job.log)
+                    running.append(job)
             if not running:
                 break
             time.sleep(0.2)
