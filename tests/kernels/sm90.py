@@ -24,7 +24,9 @@ class Report:
     ptx: str
 
 
-def compile_kernel(kernel, signature: dict, constexprs: dict, source=None, aligned=(), **options) -> Report:
+def compile_kernel(
+    kernel, signature: dict, constexprs: dict, source=None, aligned=(), target=TARGET, **options
+) -> Report:
     """`signature`: argument → Triton type ("*bf16", "tensordesc<bf16[1, 1, 64, 64]>", "i32", "fp32").
 
     `aligned`: integers that are multiples of 16; pointers always are, as torch's allocations.
@@ -33,12 +35,13 @@ def compile_kernel(kernel, signature: dict, constexprs: dict, source=None, align
     full = {name: "constexpr" if name in constexprs else signature[name] for name in kernel.arg_names}
     multiples = [i for i, name in enumerate(kernel.arg_names) if name in aligned or full[name].startswith("*")]
     attributes = {(i,): [["tt.divisibility", 16]] for i in multiples}
-    done = triton.compile(source(kernel, full, constexprs, attributes), target=TARGET, options=options)
+    done = triton.compile(source(kernel, full, constexprs, attributes), target=target, options=options)
     ptx = done.asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
-        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(path), "-o", f"{folder}/kernel.cubin"]
+        name = f"sm_{target.arch}{'a' * (target.arch == 90)}"
+        command = [get_ptxas(target.arch).path, "-v", f"--gpu-name={name}", str(path), "-o", f"{folder}/kernel.cubin"]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
     registers = int(re.search(r"Used (\d+) registers", log)[1])

@@ -67,10 +67,13 @@ def tile_table() -> dict[str, dict[str, dict[str, list[Tile]]]]:
 
 
 def shared_bytes(kernel: str, tile: Tile, width: int, item: int) -> int:
-    """Shared memory a tile needs: what stays for the whole program and what is loaded ahead, num_stages deep."""
+    """Shared memory a tile needs: what stays for the whole program and what is loaded ahead, num_stages deep.
+
+    float32 before Hopper: what stays is held a second time, or what is loaded where that is more.
+    """
     staying, moving = (tile.block_k, tile.block_q) if kernel == "keys" else (tile.block_q, tile.block_k)
     kept = staying * width * item * (1 if kernel == "forward" else 2)
-    return kept + 2 * tile.num_stages * moving * width * item + 4096
+    return kept + max(2 * tile.num_stages * moving * width * item, kept if item == 4 else 0) + 4096
 
 
 @cache
