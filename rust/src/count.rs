@@ -53,6 +53,8 @@ pub struct Shared {
     pub cutter: Cutter,
     pub rules: Rules,
     pub threads: usize,
+    /// Bound of one thread's table; the tables of several, grown once more, take about as much as the sum.
+    share: usize,
     /// Bytes counted so far.
     pub done: AtomicU64,
     /// Setting it ends the work soon.
@@ -68,17 +70,12 @@ impl Shared {
     pub fn new(cutter: Cutter, rules: Rules, threads: usize) -> Self {
         let threads = threads.min(rules.most_bytes / BOUND_OF_A_THREAD).max(1);
         let (done, cancel, total) = Default::default();
-        Shared { cutter, rules, threads, done, cancel, total }
+        Shared { cutter, rules, threads, share: rules.most_bytes / (2 * threads - 1), done, cancel, total }
     }
 
     /// What has been added up so far.
     pub fn total(&self) -> MutexGuard<'_, Counted> {
         self.total.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Bound of one thread's table; the tables of several, grown once more, take about as much as the sum.
-    fn share(&self) -> usize {
-        self.rules.most_bytes / (2 * self.threads - 1)
     }
 
     /// Adds up what one thread has counted, and holds the sum to its bound.
@@ -152,7 +149,7 @@ impl Counted {
                 return Err(BlockError::Cancelled);
             }
         }
-        match self.words.weight() > shared.share() {
+        match self.words.weight() > shared.share {
             true => shared.take(self),
             false => Ok(()),
         }
@@ -196,7 +193,7 @@ impl Work<'_> {
     /// One thread's share, about `bytes` of text: blocks until none is left. The error is (file, start of the block,
     /// what is wrong).
     fn count(&self, shared: &Shared, bytes: usize) -> Result<(), (usize, usize, BlockError)> {
-        let words = WordTable::for_text(bytes, shared.share() / 8);
+        let words = WordTable::for_text(bytes, shared.share / 8);
         let mut counted = Counted { words, ..Counted::default() };
         loop {
             let index = self.next.fetch_add(1, Ordering::Relaxed);
