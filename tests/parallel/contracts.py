@@ -6,14 +6,12 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 from groundup.bench.parallel import Setting, at_context, measure_step
 from groundup.config import ModelConfig, ParallelConfig, size
@@ -28,7 +26,6 @@ from groundup.parallel.fsdp import FSDP
 from groundup.parallel.torch_engines import TorchDDP, TorchFSDP2, whole
 from groundup.parallel.whole import WholeParameterOptimizer
 from groundup.parallel.zero import ShardedDDP, ShardedOptimizer
-from groundup.train.device import prepared
 
 CHECKS: dict[str, Callable[[], None]] = {}
 
@@ -495,8 +492,8 @@ def lm(device: str = "cpu", **options: Any) -> TransformerLM:
     return model
 
 
-def batch(rank: int | None = None) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(dist.get_rank() if rank is None else rank)
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
     ids = torch.randint(29, (2, 16), generator=generator)
     return ids, ids.roll(-1, 1)
 
@@ -717,78 +714,6 @@ def two_dtypes_in_a_unit_are_refused():
     model = lm()
     model.layers[1].ffn.w1.double()
     raises(ValueError, "one dtype", lambda: FSDP(model, units=units(model)))
-
-
-@check
-def blocks_that_are_compiled_leave_the_overlap():
-    """Compiled as a run compiles them: losses of one process, two graphs at most over all engines, and four reductions
-    are on their way when backward comes to the first of four blocks."""
-
-    def sgd(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.5)
-
-    def train(step: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> list[float]:
-        losses = []
-        for _ in range(3):
-            losses.append(step().item())
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses
-
-    world, launched = dist.get_world_size(), 0
-    rows = [batch(rank) for rank in range(world)]
-    net = lm()
-    plain = sgd(net)
-
-    def alone() -> Tensor:
-        loss = sum(net(*row, n_valid=world * 32.0) for row in rows)
-        loss.backward()
-        return loss.detach()
-
-    truth = train(alone, plain)
-    torch._dynamo.reset()
-    counters.clear()
-    for wanted in (
-        ParallelConfig(bucket_mb=0.001),
-        ParallelConfig(bucket_mb=0.001, optimizer="zero1"),
-        ParallelConfig(data="fsdp"),
-    ):
-        seen: list[int] = []
-
-        def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                nonlocal launched
-                launched += 1
-                return function(*args, **kwargs)
-
-            return call
-
-        def look(_: nn.Module, __: Any, output: Tensor, seen: list[int] = seen) -> None:
-            output.register_hook(lambda _: seen.append(launched))
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-            patch.setattr(OverlapDDP, "_all_reduce", counted(OverlapDDP._all_reduce))
-            patch.setattr(dist, "reduce_scatter_tensor", counted(dist.reduce_scatter_tensor))
-            model = lm()
-            prepared(model, "blocks")
-            model.layers[0].register_forward_hook(look)
-            engine, optimizer = parallelize(model, wanted, sgd)
-
-            def step(engine: Any = engine) -> Tensor:
-                nonlocal launched
-                launched = 0
-                loss = engine(*batch(), n_valid=world * 32.0)
-                loss.backward()
-                engine.finish_gradient_synchronization()
-                loss = loss.detach()
-                dist.all_reduce(loss)
-                return loss
-
-            assert train(step, optimizer) == pytest.approx(truth, rel=1e-5)
-        assert 1 <= counters["stats"]["unique_graphs"] <= 2, counters["stats"]
-        assert not counters["graph_break"], counters["graph_break"]
-        assert min(seen) >= 4, (wanted, seen)
 
 
 @check
