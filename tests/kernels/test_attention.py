@@ -10,7 +10,7 @@ from attention_truth import make, visible
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from groundup.errors import UserError
-from groundup.kernels import attention, document_ids, flash_hopper, rotary_attention
+from groundup.kernels import attention, document_ids, flash_hopper, flash_triton, rotary_attention
 from groundup.kernels.attention import BACKENDS, pick
 from groundup.kernels.documents import intervals
 
@@ -149,8 +149,20 @@ def test_the_hopper_kernels_are_not_given_empty_tensors():
         assert flash_hopper.obstacle(q, q, q.float()[..., :8], True, True).startswith("d 64, d_v 8")
 
 
+def test_gpus_without_tf32_take_the_reference(monkeypatch):
+    with FakeTensorMode():
+        for index, hip, capability, reason in ((11, "6.4", (9, 4), "not NVIDIA's"), (12, None, (7, 5), "older than")):
+            monkeypatch.setattr(torch.version, "hip", hip)
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, found=capability: found)
+            q = torch.empty(1, 1, 64, 64, device=f"cuda:{index}", dtype=torch.bfloat16)
+            assert pick("auto", (q, q, q), True, True, True, True) == "reference"
+            with pytest.warns(UserWarning, match=reason):
+                assert pick("flash-triton", (q, q, q), True, True, True, True) == "reference"
+
+
 def test_passes_that_are_not_hopper_s_are_named_where_hopper_was(monkeypatch):
-    monkeypatch.setattr(flash_hopper, "device_obstacle", lambda index: "")
+    for kernels in (flash_hopper, flash_triton):
+        monkeypatch.setattr(kernels, "device_obstacle", lambda index: "")
     notes = []
     monkeypatch.setattr(flash_hopper, "note_fallback", lambda what, why: notes.append(why))
     with FakeTensorMode():

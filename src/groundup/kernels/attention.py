@@ -4,7 +4,7 @@
 |---|---|
 | reference | the whole score matrix, in PyTorch: every feature, O(n_q · n_k) memory |
 | flash-torch | FlashAttention-2 in PyTorch, tile by tile (flash_torch.py); causal or full |
-| flash-triton | FlashAttention-2 in Triton: every feature, deterministic |
+| flash-triton | FlashAttention-2 in Triton, NVIDIA from Ampere on: every feature, deterministic |
 | flash-hopper | the Hopper kernels where they apply, else flash-triton with a warning |
 | sdpa | torch's own, as a peer; causal or full |
 | auto | by device, type and shape; nothing is measured |
@@ -121,7 +121,8 @@ def pick(backend: str, qkv: tuple[Tensor, ...], causal: bool, bare: bool, simple
         raise UserError(f'attention backend "{backend}" does not exist{nearest_name(backend, BACKENDS)}')
     q, k, v = qkv
     fits = max(q.shape[-1], v.shape[-1]) <= 256 and q.dtype != torch.float64
-    if backend == "auto" and not (q.is_cuda and fits and runs_triton(q)):
+    obstacle = flash_triton.device_obstacle(q.device.index or 0) if q.is_cuda and runs_triton(q) else ""
+    if backend == "auto" and not (q.is_cuda and fits and runs_triton(q) and not obstacle):
         return "reference"
     if backend in ("flash-torch", "sdpa") and not simple:
         note_fallback(f"attention backend {backend}", "knows causal and full only; using reference")
@@ -129,10 +130,9 @@ def pick(backend: str, qkv: tuple[Tensor, ...], causal: bool, bare: bool, simple
     if backend in ("flash-triton", "flash-hopper"):
         if not runs_triton(q):
             raise UserError(f'attention backend "{backend}" needs a GPU and Triton; q is on {q.device}: use "auto"')
-        if not fits:
-            note_fallback(
-                f"attention backend {backend}", f"no kernel for width {q.shape[-1]} {q.dtype}; using reference"
-            )
+        if obstacle or not fits:
+            why = obstacle or f"no kernel for width {q.shape[-1]} {q.dtype}"
+            note_fallback(f"attention backend {backend}", f"{why}; using reference")
             return "reference"
     if backend in ("auto", "flash-hopper"):
         obstacle = flash_hopper.obstacle(q, k, v, causal, bare)

@@ -1,6 +1,6 @@
 """Launching the attention kernels in Triton: descriptors, tile sizes, empty inputs.
 
-Works on every GPU that Triton supports, and on the CPU under its interpreter. q is (batch, n_heads, n_q, d), k and v
+Works on NVIDIA's GPUs from Ampere on, and on the CPU under Triton's interpreter. q is (batch, n_heads, n_q, d), k and v
 are (batch, n_kv_heads, n_k, d) and (…, d_v), with any strides; what a tensor-memory descriptor cannot address (a last
 stride other than 1, rows not on 16 bytes, expanded dimensions) is copied first.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from groundup.kernels.backend import INTERPRETING, launch, shared_memory
+from groundup.kernels.backend import INTERPRETING, decided_once, launch, shared_memory
 from groundup.kernels.flash_torch import refuse_second_derivative
 
 LOG2E = log2(e)
@@ -54,6 +54,14 @@ class Tile(NamedTuple):
         """Compiler options for the launch."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options | ({"maxnreg": self.maxnreg} if self.maxnreg and square else {})
+
+
+@decided_once
+def device_obstacle(index: int) -> str:
+    """Why GPU `index` cannot run these kernels, whose products in TF32 it has to know; empty: it can."""
+    if torch.version.hip is not None:
+        return "the GPU is not NVIDIA's"
+    return "the GPU is older than Ampere" if torch.cuda.get_device_capability(index)[0] < 8 else ""
 
 
 @cache
