@@ -170,10 +170,7 @@ def tokenize_corpus(
                 "dtype": str(dtype),
                 "splits": {split: writer.meta() for split, writer in writers.items()},
                 "split_by": how,
-                "sources": {
-                    split: [{"name": s.name, "files": len(s.files), "bytes": s.bytes} for s in group]
-                    for split, group in sources.items()
-                },
+                "sources": {split: [source.meta() for source in group] for split, group in sources.items()},
                 "replaced": counts.replaced,
                 "empty_documents": counts.empty,
             }

@@ -34,6 +34,10 @@ class Source(NamedTuple):
     files: list[Path]
     bytes: int
 
+    def meta(self) -> dict[str, str | int]:
+        """What a token directory remembers of it."""
+        return {"name": self.name, "files": len(self.files), "bytes": self.bytes}
+
 
 def find_sources(paths: str | os.PathLike | Iterable[str | os.PathLike]) -> list[Source]:
     """The files behind `paths`; a folder stands for all files in it, in the order of their names.
