@@ -273,8 +273,9 @@ class _Loop:
         if self.saved == self.done:
             return
         self.job.settle()
-        self.log.sync()  # a checkpoint must never be newer than its rows
         lack = lack_of_room_for(self.job, self.run)
+        if lack is None:
+            self.log.sync()  # a checkpoint must never be newer than its rows
         if reason := lack or save(self.job, self.run, self.done, self.extra):
             line = f"step {self.done} cannot be saved: {reason}"
             if required:
