@@ -65,7 +65,9 @@ def test_a_signal_saves_and_asks_to_be_queued_again(number: signal.Signals, tmp_
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_second_signal_ends_the_command_at_once(number: signal.Signals, tmp_path: Path):
     _, _, child = at_work(tmp_path)
-    while child.poll() is None:  # it waits for ever: only a signal ends it
+    while (tmp_path / "run" / "metrics.jsonl").read_bytes().count(b"\n") < 20:
+        time.sleep(0.01)
+    while child.poll() is None:  # there it waits for ever, and does not get to save: only a second signal ends it
         child.send_signal(number)
         time.sleep(0.05)
     text, _ = child.communicate()
