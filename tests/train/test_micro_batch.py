@@ -14,7 +14,7 @@ from groundup.model import TransformerLM, count_parameters
 from groundup.parallel.processes import World
 from groundup.train import micro_batch, train
 from groundup.train.job import build
-from groundup.train.micro_batch import find_micro_batch, predicted_bytes
+from groundup.train.micro_batch import MicroBatch, find_micro_batch, predicted_bytes
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -125,7 +125,8 @@ def test_the_smallest_of_the_ranks_is_taken_and_told(tokens: Path, monkeypatch: 
     """Another rank, whose GPU is not empty, found less."""
 
     def gathered(_: World, value: Any) -> list[Any]:
-        return [value, replace(value, size=2, predicted=123 * GIB)]
+        other = replace(value, size=2, predicted=123 * GIB) if isinstance(value, MicroBatch) else value
+        return [value, other]
 
     monkeypatch.setattr(World, "gather", gathered)
     job = build(config(tokens, 8))
