@@ -125,7 +125,10 @@ def test_steps_from_tokens_are_explained(tokens: Path, tmp_path: Path):
 
 def test_a_warm_up_longer_than_the_run_and_a_finished_run_are_said(tokens: Path, tmp_path: Path):
     config = tiny_config(tokens, steps=4, eval_every=0)
-    for resume, expected in ((False, "lr rising to 0.0024, no further: the warm-up of 5 steps takes the whole run"), (True, "all of them done")):
+    for resume, expected in (
+        (False, "lr rising to 0.0024, no further: the warm-up of 5 steps takes the whole run"),
+        (True, "all of them done"),
+    ):
         output, text = console(terminal=False)
         train(config, tmp_path / "run", resume=resume, progress=ConsoleProgress(output))
         assert expected in text.getvalue()
