@@ -331,16 +331,25 @@ class _Loop:
 
     def _validate(self) -> Evaluation:
         self.job.settle()
-        return evaluate(
-            self.job.model,
-            self.job.data,
-            batch_size=self.train.micro_batch_size,
-            batches=self.train.eval_batches,
-            forward_context=self.job.autocast,
-            before_batch=self._stop_if_asked,
-            world=self.job.world,
-            sharded=not self.job.has_whole_weights,
-        )
+        sharded = not self.job.has_whole_weights
+        try:
+            return evaluate(
+                self.job.model,
+                self.job.data,
+                batch_size=self.train.micro_batch_size,
+                batches=self.train.eval_batches,
+                forward_context=self.job.autocast,
+                before_batch=self._stop_if_asked,
+                world=self.job.world,
+                sharded=sharded,
+            )
+        except (RuntimeError, MemoryError) as error:
+            if not (sharded and is_out_of_memory(error)):
+                raise
+            raise UserError(  # the other ranks wait for this one's share
+                f"step {self.done:,}: out of memory in the evaluation; the last checkpoint is kept: lower "
+                "train.micro_batch_size, then go on with --resume"
+            ) from error
 
     def _sample(self) -> str:
         """train.sample_prompt and what follows; a function of weights and step that leaves torch's generators alone."""
@@ -363,11 +372,6 @@ class _Loop:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            if do == self._validate and not self.job.has_whole_weights:  # the other ranks wait for this one's share
-                raise UserError(
-                    f"step {self.done:,}: out of memory in the evaluation; the last checkpoint is kept: lower "
-                    "train.micro_batch_size, then go on with --resume"
-                ) from error
         # Here the traceback, and with it the tensors of the frames that failed, are gone.
         if self.job.device.type == "cuda":
             torch.cuda.empty_cache()
