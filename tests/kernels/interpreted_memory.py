@@ -65,7 +65,7 @@ def swiglu_passes() -> list[torch.Tensor]:
 
 def rotary_passes() -> list[torch.Tensor]:
     qkv, angle, flags = torch.randn(1, 21, 4, 24), torch.randn(21, 12), (2, 0.0, False, True)
-    out, lse, turned = rotary.forward_op._init_fn(qkv, angle.cos(), angle.sin(), *flags)
+    out, lse, turned = rotary.forward_op._init_fn(qkv, angle.cos(), angle.sin(), *flags, False)
     d_out = torch.randn(1, 2, 21, 24)
     return [out, turned, rotary.backward_op._init_fn(d_out, turned, out, lse, angle.cos(), angle.sin(), *flags)]
 

@@ -44,6 +44,30 @@ def test_against_rope_and_attention_apart(dtype, seq, n_heads, kv, d, softcap, r
     torch.testing.assert_close(qkv.detach(), before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("softcap", [0.0, 4.0])
+def test_a_projection_that_is_given_away_is_turned_in_place(compiled: bool, softcap: float):
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 33, 32, requires_grad=True), torch.randn(6 * 16, 32, requires_grad=True)
+    angle, flow = torch.randn(33, 8), torch.randn(2, 33, 4, 16)
+
+    def attend(x, weight, give):
+        qkv = (x @ weight.T).unflatten(-1, (-1, 16))
+        rotation = (angle.cos(), angle.sin())
+        return rotary_attention(qkv, rotation, 4, softcap=softcap, backend="flash-triton", give=give)
+
+    kept = attend(x, weight, False)
+    given = (torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend)(x, weight, True)
+    assert torch.equal(kept, given)
+    for a, b in zip(*(torch.autograd.grad(out, (x, weight), flow) for out in (kept, given)), strict=True):
+        assert torch.equal(a, b)
+    qkv = (x @ weight.T).unflatten(-1, (-1, 16)).detach()
+    before = qkv.clone()
+    rotary_attention(qkv, (angle.cos(), angle.sin()), 4, backend="flash-triton", give=True)
+    q, k = (turned(t, angle.cos(), angle.sin()) for t in before.transpose(1, 2).split([4, 1, 1], 1)[:2])
+    torch.testing.assert_close(qkv.transpose(1, 2), torch.cat([q, k, before.transpose(1, 2)[:, 5:]], 1))
+
+
 def test_heads_that_do_not_fit_are_refused():
     qkv = torch.randn(1, 8, 7, 16)
     for n_heads, message in ((3, "2 key heads do not divide 3 query heads"), (4, "3 heads"), (7, "0 heads"), (9, "-2")):
@@ -55,8 +79,12 @@ def test_the_operator_is_registered_in_full():
     qkv, angle = torch.randn(1, 9, 4, 16, requires_grad=True), torch.randn(9, 8)
     for rotation in ((angle.cos(), angle.sin()), (None, None)):
         torch.library.opcheck(
-            torch.ops.groundup.rotary_attention.default, (qkv, *rotation, 2, 0.0, False, True), atol=1e-5, rtol=1e-5
+            torch.ops.groundup.rotary_attention.default,
+            (qkv, *rotation, 2, 0.0, False, True, False),
+            atol=1e-5,
+            rtol=1e-5,
         )
+    torch.library.opcheck(torch.ops.groundup.turn_.default, (qkv.detach(), angle.cos(), angle.sin(), 2))
 
 
 @pytest.mark.parametrize("rope", [True, False])
@@ -77,6 +105,6 @@ def test_sums_of_queries_in_float32_are_scaled_and_turned(rope: bool, monkeypatc
     rotation = (angle.cos(), angle.sin()) if rope else (None, None)
     grads = []
     for hopper in (True, False):
-        out = forward_op(qkv, *rotation, 2, 0.0, hopper, not hopper)[0]
+        out = forward_op(qkv, *rotation, 2, 0.0, hopper, not hopper, False)[0]
         grads.append(torch.autograd.grad(out, qkv, flow)[0])
     torch.testing.assert_close(*grads, rtol=2e-2, atol=2e-3)

@@ -84,30 +84,32 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def rotary_attention(qkv: Tensor, n_heads: int, turned: bool) -> Tensor:
-    """RoPE and causal attention of a projection (batch, seq, all heads, d_head): keeps the turned projection (without
-    RoPE the projection), the output and the logsumexp; the gradient is one tensor, turned back in place."""
+    """RoPE and causal attention of a projection (batch, seq, all heads, d_head), which is turned in place: keeps the
+    projection, the output and the logsumexp; the gradient is one tensor, turned back in place."""
     tape = qkv.tape
     batch, seq, heads, d_head = qkv.shape
     sizes = (batch * n_heads, seq, d_head, seq)
-    seen = qkv
+
+    def turn(whole: Tensor) -> None:
+        pair = Tensor((batch, seq, (heads + n_heads) // 2, d_head), whole.dtype, whole.storage)
+        tape.launch("rope", (pair, pair))
+
     if turned:
-        seen = tape.empty(qkv.shape, qkv.dtype, "rope")
-        tape.launch("rope", (qkv, seen))
+        turn(qkv)
     shape = (batch, seq, n_heads, d_head)
     out = tape.empty(shape, qkv.dtype, "flash")
     logsumexp = tape.empty((batch, n_heads, seq), "fp32", "logsumexp")
-    tape.launch("flash", (seen, out, logsumexp), 2 * prod(sizes), sizes)
-    kept = keep("flash", [qkv], seen, out, logsumexp)
+    tape.launch("flash", (qkv, out, logsumexp), 2 * prod(sizes), sizes)
+    kept = keep("flash", [qkv], qkv, out, logsumexp)
 
     def backward(grad: Tensor) -> list[Tensor]:
-        seen, out, logsumexp = (t.get() for t in kept)
+        qkv, out, logsumexp = (t.get() for t in kept)
         delta = result("rowsum", logsumexp.shape, "fp32", grad, out)
-        d_seen = tape.empty(seen.shape, seen.dtype, "flash.dqkv")
-        tape.launch("flash_backward", (seen, grad, logsumexp, delta, d_seen), 5 * prod(sizes), sizes)
+        d_qkv = tape.empty(qkv.shape, qkv.dtype, "flash.dqkv")
+        tape.launch("flash_backward", (qkv, grad, logsumexp, delta, d_qkv), 5 * prod(sizes), sizes)
         if turned:
-            pair = Tensor((batch, seq, (heads + n_heads) // 2, d_head), d_seen.dtype, d_seen.storage)
-            tape.launch("rope", (pair, pair))
-        return [d_seen]
+            turn(d_qkv)
+        return [d_qkv]
 
     return attach(out, record("flash", [qkv], backward))
 

@@ -341,29 +341,40 @@ def lowered(x: Tensor) -> Tensor:
     return cast(x, "bf16", "autocast") if x.tape.autocast else x
 
 
-def product(name: str, a: Tensor, b: Tensor, shape: Shape, sizes: tuple[int, int, int, int]) -> Tensor:
-    """A kernel that multiplies `batch` pairs of (m, k) and (k, n) matrices."""
+def product(
+    name: str, a: Tensor, b: Tensor, shape: Shape, sizes: tuple[int, int, int, int], dtype: DType | None = None
+) -> Tensor:
+    """A kernel that multiplies `batch` pairs of (m, k) and (k, n) matrices; `dtype`: of the result, if not theirs."""
     tape = a.tape
     tape.reserve_workspace()
-    out = tape.empty(shape, a.dtype, name)
+    out = tape.empty(shape, dtype or a.dtype, name)
     tape.launch(name, (a, b, out), 2 * prod(sizes), sizes)
     return out
 
 
-def linear(x: Tensor, weight: Tensor, name: str = "linear") -> Tensor:
-    """x Wᵀ over the last dimension; keeps x and W as multiplied (under autocast: their bf16 copies)."""
-    x, weight = lowered(x), lowered(view(weight, weight.shape))  # Wᵀ: a view, and so is its gradient
-    kept = keep(name, [x, weight], x, weight)
+def linear(x: Tensor, weight: Tensor, name: str = "linear", wide: bool = False) -> Tensor:
+    """x Wᵀ over the last dimension; keeps x and W as multiplied (under autocast: their bf16 copies).
+
+    `wide`: the product makes W's gradient in W's own type, as kernels.linear; else autocast's in bf16 is cast.
+    """
+    x = lowered(x)
+    source, kind = weight, weight.dtype if wide else None
+    if wide and weight.tape.autocast:
+        weight = result("cast", weight.shape, x.dtype, weight)
+    else:
+        weight = lowered(view(weight, weight.shape))  # Wᵀ: a view, and so is its gradient
+        source = weight
+    kept = keep(name, [x, source], x, weight)
     rows, d_in, d_out = prod(x.shape[:-1]), weight.shape[1], weight.shape[0]
 
     def backward(grad: Tensor) -> list[Tensor]:
         x, weight = kept[0].get(), kept[1].get()
-        for_weight = product(f"{name}.dw", grad, x, weight.shape, (1, d_out, rows, d_in))
+        for_weight = product(f"{name}.dw", grad, x, weight.shape, (1, d_out, rows, d_in), kind)
         for_x = product(f"{name}.dx", grad, weight, x.shape, (1, rows, d_out, d_in))
         return [viewed(for_x, x.shape), for_weight]
 
     out = product(name, x, weight, (*x.shape[:-1], d_out), (1, rows, d_in, d_out))
-    return attach(out, record(name, [x, weight], backward))
+    return attach(out, record(name, [x, source], backward))
 
 
 def bmm(a: Tensor, b: Tensor, name: str, transposed: bool, gradient_copied: bool = False) -> Tensor:

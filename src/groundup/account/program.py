@@ -96,18 +96,22 @@ def _norm(model: Model, name: str, x: Tensor) -> Tensor:
         return ops.cast(ops.mul(ops.mul(wide, inverse_rms), weight), x.dtype)
 
 
+def _linear(model: Model, x: Tensor, weight: Tensor, name: str) -> Tensor:
+    return ops.linear(x, weight, name, wide=model.setting.kernels == "triton")
+
+
 def _feed_forward(model: Model, name: str, x: Tensor) -> Tensor:
     with x.tape.inside("ffn"):
-        return ops.linear(_hidden(model, name, x), model[f"{name}.w2.weight"], "w2")
+        return _linear(model, _hidden(model, name, x), model[f"{name}.w2.weight"], "w2")
 
 
 def _hidden(model: Model, name: str, x: Tensor) -> Tensor:
     gated, w1 = model.config.gated, model[f"{name}.w1.weight"]
     if gated and model.setting.kernels == "triton" and x.tape.records(x, w1):
-        return fused.swiglu(ops.linear(x, ops.cat_rows([w1, model[f"{name}.w3.weight"]]), "w13"))
-    up = ops.linear(x, w1, "w1")
+        return fused.swiglu(_linear(model, x, ops.cat_rows([w1, model[f"{name}.w3.weight"]]), "w13"))
+    up = _linear(model, x, w1, "w1")
     if gated:
-        return ops.mul(_silu(up), ops.linear(x, model[f"{name}.w3.weight"], "w3"))
+        return ops.mul(_silu(up), _linear(model, x, model[f"{name}.w3.weight"], "w3"))
     return _silu(up) if model.config.ffn == "silu" else ops.square(ops.relu(up))
 
 
@@ -123,7 +127,7 @@ def _attention(model: Model, name: str, x: Tensor, mask: Tensor | None, rotation
             qkv = _joined(model, name, x)
             qkv = ops.view(qkv, (*x.shape[:2], config.n_heads + 2 * config.n_kv_heads, config.d_head))
             together = ops.view(fused.rotary_attention(qkv, config.n_heads, turned=bool(rotation)), x.shape)
-            return ops.linear(together, model[f"{name}.output_proj.weight"], "output")
+            return _linear(model, together, model[f"{name}.output_proj.weight"], "output")
         q, k, v = _project(model, name, x, joined=mask is not None or as_one)
         q, k = _norm(model, f"{name}.q_norm", q), _norm(model, f"{name}.k_norm", k)
         if rotation and model.setting.kernels == "triton":
@@ -136,7 +140,7 @@ def _attention(model: Model, name: str, x: Tensor, mask: Tensor | None, rotation
         shape = (batch, seq, n_heads * d_head)
         in_place = mask is None or n_heads == 1 or seq == 1
         together = ops.view(heads, shape) if in_place else ops.clone(heads, shape)
-        return ops.linear(together, model[f"{name}.output_proj.weight"], "output")
+        return _linear(model, together, model[f"{name}.output_proj.weight"], "output")
 
 
 def _plain(config: ModelConfig, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, turned: bool) -> Tensor:
@@ -169,7 +173,7 @@ def _project(model: Model, name: str, x: Tensor, joined: bool) -> list[Tensor]:
     sizes = [config.n_heads, config.n_kv_heads, config.n_kv_heads]
     weights = [model[f"{name}.{part}_proj.weight"] for part in "qkv"]
     if not joined:
-        out = [ops.linear(x, weight, part) for weight, part in zip(weights, "qkv", strict=True)]
+        out = [_linear(model, x, weight, part) for weight, part in zip(weights, "qkv", strict=True)]
         return [ops.view(t, (batch, n, seq, config.d_head)) for t, n in zip(out, sizes, strict=True)]
     together = _joined(model, name, x)
     return ops.split(ops.view(together, (batch, sum(sizes), seq, config.d_head), gradient_copied=True), sizes, 1)
@@ -177,7 +181,7 @@ def _project(model: Model, name: str, x: Tensor, joined: bool) -> list[Tensor]:
 
 def _joined(model: Model, name: str, x: Tensor) -> Tensor:
     """q, k and v from one product: (batch, seq, all heads · d_head)."""
-    return ops.linear(x, ops.cat_rows([model[f"{name}.{part}_proj.weight"] for part in "qkv"]), "qkv")
+    return _linear(model, x, ops.cat_rows([model[f"{name}.{part}_proj.weight"] for part in "qkv"]), "qkv")
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

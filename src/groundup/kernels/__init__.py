@@ -9,6 +9,7 @@ from groundup.kernels.documents import document_ids
 from groundup.kernels.elementwise import rope, swiglu
 from groundup.kernels.flash_torch import FlashAttention
 from groundup.kernels.flash_triton import FlashAttentionTriton
+from groundup.kernels.linear import linear
 from groundup.kernels.linear_cross_entropy import linear_cross_entropy
 from groundup.kernels.newton_schulz import newton_schulz_gram
 from groundup.kernels.rms_norm import RMSNorm, RMSNormTriton, rms_norm
@@ -22,6 +23,7 @@ __all__ = [
     "adamw_step",
     "attention",
     "document_ids",
+    "linear",
     "linear_cross_entropy",
     "newton_schulz_gram",
     "rms_norm",

@@ -2,8 +2,9 @@
 
 Why one operator: the gradients of q, k and v belong side by side again, for one matrix product. Here the backward
 writes them there and turns them back in place; as operators of their own they would be copied together first (3 reads
-and 3 writes a layer), and the compiler's RoPE takes two launches each way. RoPE costs 3 reads and 3 writes forward, for
-v moves along: the projection can then be freed, and what is kept is one tensor.
+and 3 writes a layer), and the compiler's RoPE takes two launches each way. A projection that the caller gives away
+(`give`) is turned in place forward too: 2 reads and 2 writes. Any other is copied as it is turned, v moves along, and
+what is kept is one tensor either way.
 """
 
 from typing import Any
@@ -28,11 +29,12 @@ def rotary_attention(
     softcap: float = 0.0,
     backend: str = "auto",
     deterministic: bool = True,
+    give: bool = False,
 ) -> Float[Tensor, "batch seq n_heads d"]:
     """Causal attention of n_heads query heads, then the key heads, then as many value heads, in qkv's type.
 
-    `rotation`: cos and sin, each (seq, d / 2) float32; None: no RoPE. The rest is attention()'s.
-    Raises UserError when shapes do not fit.
+    `rotation`: cos and sin, each (seq, d / 2) float32; None: no RoPE. `give`: qkv may be overwritten; it must be fresh
+    from a product, which keeps its inputs alone. The rest is attention()'s. Raises UserError when shapes do not fit.
     """
     (qkv,) = autocast(qkv)
     cos, sin = rotation or (None, None)
@@ -47,7 +49,11 @@ def rotary_attention(
     chosen = pick(backend, (q, k, v), True, not softcap, not softcap, deterministic)
     # A head's row must start on 16 bytes, or the gradients could not be written where they belong.
     if chosen in ("flash-triton", "flash-hopper") and q.shape[-1] * q.itemsize % 16 == 0 and qkv.numel():
-        return forward_op(qkv, cos, sin, n_heads, softcap, chosen == "flash-hopper", deterministic)[0].transpose(1, 2)
+        give = give and cos is not None and qkv.stride(-1) == 1
+        if give:
+            turn_op(qkv.detach(), cos, sin, n_heads)  # autograd's mind is on forward_op alone, which knows of it
+        flags = (softcap, chosen == "flash-hopper", deterministic, give)
+        return forward_op(qkv, cos, sin, n_heads, *flags)[0].transpose(1, 2)
     if cos is not None and sin is not None:
         q, k = rope(q, k, cos, sin)
     return attention(q, k, v, softcap=softcap, backend=backend, deterministic=deterministic).transpose(1, 2)
@@ -64,15 +70,25 @@ def rule_of(qkv: Tensor, softcap: float) -> Rule:
     return Rule(True, 0, softcap, qkv.shape[-1] ** -0.5)
 
 
+@torch.library.custom_op("groundup::turn_", mutates_args=("qkv",))
+def turn_op(qkv: Tensor, cos: Tensor, sin: Tensor, n_heads: int) -> None:
+    """Turn the q and k of a projection in place."""
+    pair = parts(qkv, n_heads)[:2]
+    turn_into(pair, pair, cos, sin, back=False)
+
+
 @torch.library.custom_op("groundup::rotary_attention", mutates_args=())
 def forward_op(
     qkv: Tensor, cos: Tensor | None, sin: Tensor | None, n_heads: int, softcap: float, hopper: bool,
-    deterministic: bool,
+    deterministic: bool, given: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output (batch, n_heads, seq, d), logsumexp, and qkv with q and k turned (empty without RoPE)."""
+    """Output (batch, n_heads, seq, d), logsumexp, and qkv with q and k turned (empty without RoPE).
+
+    `given`: turn_op has turned qkv already. The gradient is that of the projection before it was turned.
+    """
     turned = qkv.new_empty(0)
     q, k, v = parts(qkv, n_heads)
-    if cos is not None and sin is not None:
+    if cos is not None and sin is not None and not given:
         qkv = qkv.contiguous()
         turned = torch.empty_like(qkv)
         before, (q, k, v) = parts(qkv, n_heads), parts(turned, n_heads)
@@ -82,9 +98,12 @@ def forward_op(
 
 
 @forward_op.register_fake
-def _(qkv: Tensor, cos: Tensor | None, sin: Tensor | None, n_heads: int, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, n_heads: int, softcap: float, hopper: bool,
+    deterministic: bool, given: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     batch, seq, _, d = qkv.shape
-    turned = qkv.new_empty(0 if cos is None else qkv.shape)
+    turned = qkv.new_empty(0 if cos is None or given else qkv.shape)
     return rows_first(batch, n_heads, seq, d, qkv), qkv.new_empty(batch, n_heads, seq, dtype=torch.float32), turned
 
 
@@ -114,9 +133,9 @@ def _(d_out: Tensor, qkv: Tensor, *rest: Any) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    qkv, cos, sin, *ctx.flags = inputs
+    qkv, cos, sin, *ctx.flags, given = inputs
     out, lse, turned = output
-    ctx.save_for_backward(qkv if cos is None else turned, out, lse, cos, sin)
+    ctx.save_for_backward(qkv if cos is None or given else turned, out, lse, cos, sin)
     ctx.mark_non_differentiable(lse, turned)
     ctx.set_materialize_grads(False)
 
@@ -124,7 +143,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> Non
 def _differentiate(ctx: Any, d_out: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     qkv, out, lse, cos, sin = ctx.saved_tensors
     grad = None if d_out is None else backward_op(d_out.to(qkv.dtype), qkv, out, lse, cos, sin, *ctx.flags)
-    return grad, *(None,) * 6
+    return grad, *(None,) * 7
 
 
 forward_op.register_autograd(_differentiate, setup_context=_save)

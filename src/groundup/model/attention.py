@@ -82,10 +82,11 @@ class MultiHeadSelfAttention(nn.Module):
             "backend": variant.attention,
             "deterministic": variant.attention_deterministic,
         }
-        self.q_proj = Linear(d_model, n_heads * self.d_head)
-        self.k_proj = Linear(d_model, self.n_kv_heads * self.d_head)
-        self.v_proj = Linear(d_model, self.n_kv_heads * self.d_head)
-        self.output_proj = Linear(n_heads * self.d_head, d_model)
+        d_keys = self.n_kv_heads * self.d_head
+        self.q_proj = Linear(d_model, n_heads * self.d_head, variant.kernels)
+        self.k_proj = Linear(d_model, d_keys, variant.kernels)
+        self.v_proj = Linear(d_model, d_keys, variant.kernels)
+        self.output_proj = Linear(n_heads * self.d_head, d_model, variant.kernels)
         if variant.qk_norm:
             self.q_norm = RMSNorm(self.d_head, variant.norm_eps, variant.kernels)
             self.k_norm = RMSNorm(self.d_head, variant.norm_eps, variant.kernels)
@@ -118,7 +119,7 @@ class MultiHeadSelfAttention(nn.Module):
 
     def _rotary(self, x: Tensor, rotation: Rotation | None) -> Float[Tensor, "batch seq n_heads d_head"]:
         qkv = joined_product(x, self.q_proj, self.k_proj, self.v_proj).unflatten(-1, (-1, self.d_head))
-        return fused.rotary_attention(qkv, rotation, self.n_heads, **self.kernel_options)
+        return fused.rotary_attention(qkv, rotation, self.n_heads, **self.kernel_options, give=True)
 
     def _plain(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Float[Tensor, "batch n_heads seq d_head"]:
         if self.n_kv_heads < self.n_heads:

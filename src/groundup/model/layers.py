@@ -30,7 +30,12 @@ def joined_product(x: Float[Tensor, "... d_in"], *layers: "Linear") -> Float[Ten
     of activations, and too much beside a single token.
     """
     weights: list[Tensor] = [layer.weight for layer in layers]
-    return x @ torch.cat(weights).T
+    return product(x, torch.cat(weights), layers[0].kernels)
+
+
+def product(x: Float[Tensor, "... d_in"], weight: Float[Tensor, "d_out d_in"], kernels: str) -> Tensor:
+    """x Wᵀ: (..., d_out)."""
+    return fused.linear(x, weight) if use_kernel(kernels, x) else x @ weight.T
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
@@ -53,8 +58,9 @@ def truncated_normal_(weight: Tensor, std: float, generator: torch.Generator | N
 class Linear(nn.Module):
     """y = x Wᵀ, no bias. weight: (d_out, d_in)."""
 
-    def __init__(self, d_in: int, d_out: int):
+    def __init__(self, d_in: int, d_out: int, kernels: str = "reference"):
         super().__init__()
+        self.kernels = kernels
         self.weight = nn.Parameter(torch.empty(d_out, d_in))
 
     def init_weights(self, generator: torch.Generator | None = None) -> None:
@@ -63,7 +69,7 @@ class Linear(nn.Module):
         truncated_normal_(self.weight, sqrt(2 / (d_in + d_out)), generator)
 
     def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
-        return x @ self.weight.T
+        return product(x, self.weight, self.kernels)
 
 
 class Embedding(nn.Module):
@@ -112,9 +118,9 @@ class SwiGLU(nn.Module):
     def __init__(self, d_model: int, d_ff: int, kernels: str = "reference"):
         super().__init__()
         self.kernels = kernels
-        self.w1 = Linear(d_model, d_ff)
-        self.w2 = Linear(d_ff, d_model)
-        self.w3 = Linear(d_model, d_ff)
+        self.w1 = Linear(d_model, d_ff, kernels)
+        self.w2 = Linear(d_ff, d_model, kernels)
+        self.w3 = Linear(d_model, d_ff, kernels)
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
         if torch.is_grad_enabled() and use_kernel(self.kernels, x):
@@ -125,11 +131,11 @@ class SwiGLU(nn.Module):
 class FeedForward(nn.Module):
     """w2(activation(w1 x)): w1 widens to d_ff, w2 brings back to d_model; no gate."""
 
-    def __init__(self, d_model: int, d_ff: int, activation: Callable[[Tensor], Tensor]):
+    def __init__(self, d_model: int, d_ff: int, activation: Callable[[Tensor], Tensor], kernels: str = "reference"):
         super().__init__()
         self.activation = activation
-        self.w1 = Linear(d_model, d_ff)
-        self.w2 = Linear(d_ff, d_model)
+        self.w1 = Linear(d_model, d_ff, kernels)
+        self.w2 = Linear(d_ff, d_model, kernels)
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
         return self.w2(self.activation(self.w1(x)))
@@ -139,4 +145,4 @@ def feed_forward(kind: str, d_model: int, d_ff: int, kernels: str = "reference")
     """The layer that ModelConfig.ffn names."""
     if kind == "swiglu":
         return SwiGLU(d_model, d_ff, kernels)
-    return FeedForward(d_model, d_ff, {"silu": silu, "relu2": relu2}[kind])
+    return FeedForward(d_model, d_ff, {"silu": silu, "relu2": relu2}[kind], kernels)

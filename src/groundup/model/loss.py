@@ -31,8 +31,8 @@ class Head(Linear):
     """The output head: logits of the next token, or the loss when targets are given. weight: (vocab_size, d_model)."""
 
     def __init__(self, d_model: int, vocab_size: int, softcap: float = 0.0, kernels: str = "reference"):
-        super().__init__(d_model, vocab_size)
-        self.softcap, self.kernels = softcap, kernels
+        super().__init__(d_model, vocab_size, kernels)
+        self.softcap = softcap
 
     def forward(
         self,
