@@ -83,7 +83,7 @@ def elementwise():
 def compiled(function):
     import torch
 
-    return torch.compile(function, **({"backend": "aot_eager"} if TINY else {}))
+    return torch.compile(function, dynamic=False, **({"backend": "aot_eager"} if TINY else {}))
 
 
 def swiglu_case(n_rows, width):

@@ -23,8 +23,10 @@ from pathlib import Path
 from gpu_jobs import ROOT, append, exit_on_signals, gpus, read, start, stop
 
 TABLE = ROOT / "src" / "groundup" / "kernels" / "flash_tiles.json"
-SHAPES = {64: (1, 16, 4096), 128: (1, 16, 4096), 256: (1, 8, 4096)}
+SHAPES = {64: (4, 16, 4096), 128: (4, 16, 4096), 256: (1, 8, 4096)}
 """Width → batch, heads, sequence of the timed problem."""
+OTHERS = {64: [(16, 16, 1024)], 128: [(16, 16, 1024), (1, 16, 16384)], 256: []}
+"""Width → problems that are timed as well: does the best tile depend on the length?"""
 TOLERANCE = {16: 1e-2, 32: 2e-6}
 
 
@@ -87,11 +89,13 @@ def measure(kernel: str, bits: int, width: int, tile: list) -> dict:
     lock_name = f"tune_attention.{os.environ.get('CUDA_VISIBLE_DEVICES', '')}.lock"
     with (Path(tempfile.gettempdir()) / lock_name).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        run = problem(*SHAPES[width])[3]
-        run()
-        torch.cuda.synchronize()
-        ms = triton.testing.do_bench(run, warmup=5, rep=25, return_mode="median")
-    return {"error": error, "ms": ms}
+        found = {}
+        for shape in (SHAPES[width], *OTHERS[width]):
+            run = problem(*shape)[3]
+            run()
+            torch.cuda.synchronize()
+            found[shape[2]] = triton.testing.do_bench(run, warmup=10, rep=40, return_mode="median")
+    return {"error": error, "ms": found.pop(SHAPES[width][2]), "others": found}
 
 
 def work_through(path: Path, jobs: list[tuple], at_once: int, seconds: float) -> None:

@@ -38,12 +38,12 @@ class _Linear(torch.autograd.Function):
         return x @ half.T
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "linear under autocast has no second derivative; compute the product in float32 for that"
             )
-        x, half = ctx.saved_tensors
+        (d_out,), (x, half) = grads, ctx.saved_tensors
         d_x = d_out @ half if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return d_x, None
