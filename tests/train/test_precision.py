@@ -18,6 +18,7 @@ from groundup.train.device import (
     cast_weights,
     choose_precision,
     compiled_unit,
+    is_recorded,
     prepared,
     set_matmul_precision,
 )
@@ -61,6 +62,20 @@ def test_loss_and_gradients_are_those_of_float64_within_the_modes_rounding(preci
     assert max(errors) < 16 * rounding
     if precision != "fp32":
         assert max(errors) > rounding / 16  # the mode does round
+
+
+def test_a_step_is_recorded_on_one_gpu_alone(tokens: Path):
+    config = tiny_config(tokens, cuda_graph="on")
+    with pytest.raises(UserError, match=r'train.cuda_graph "on" .* this run is on the CPU; use "auto"'):
+        build(config)
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    with pytest.raises(UserError, match="this run is on 2 processes"):
+        is_recorded(config.train, gpu, 2)
+    assert is_recorded(config.train, gpu, 1)
+    for compiled in (False, True):
+        auto = replace(config.train, cuda_graph="auto", compile=compiled)
+        assert [is_recorded(auto, *where) for where in ((gpu, 1), (gpu, 2), (cpu, 1))] == [compiled, False, False]
+        assert not is_recorded(replace(auto, cuda_graph="off"), gpu, 1)
 
 
 def test_each_mode_computes_in_its_own_type():

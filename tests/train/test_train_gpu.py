@@ -34,3 +34,20 @@ def test_a_run_from_a_gpu_loads_on_the_cpu_and_back(tmp_path: Path):
     models = [load_run(tmp_path / "run", device=device)[0] for device in ("cpu", "cuda")]
     for a, b in zip(*(model.state_dict().values() for model in models), strict=True):
         assert torch.equal(a, b.cpu())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "fp16-mixed"])
+def test_recorded_steps_are_the_plain_ones_bit_for_bit(precision: str, compiled: bool, tmp_path: Path):
+    """With accumulation, an evaluation in between, and a resume."""
+    data = write_tokens(tmp_path / "tokens")
+    fields = {"device": "cuda", "precision": precision, "grad_accumulation": 2, "deterministic": True}
+    plain = tiny_config(data, **fields, compile=compiled, cuda_graph="off")
+    recorded = tiny_config(data, **fields, compile=compiled, cuda_graph="on")
+    train(plain, tmp_path / "plain")
+    train(recorded, tmp_path / "recorded")
+    with pytest.raises(Crash):
+        train(recorded, tmp_path / "broken", progress=Recorder({8: crash}))
+    train(recorded, tmp_path / "broken", resume=True)
+    rows = [read_metrics(tmp_path / name) for name in ("plain", "recorded", "broken")]
+    assert rows[0] == rows[1] == rows[2]

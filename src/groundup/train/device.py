@@ -64,6 +64,17 @@ def concrete(train: TrainConfig, world_size: int = 1) -> TrainConfig:
     return replace(train, device=kind, precision=choose_precision(train.precision, device), compile_unit=unit)
 
 
+def is_recorded(train: TrainConfig, device: torch.device, world_size: int) -> bool:
+    """Whether steps are recorded as CUDA graphs: auto means those of a compiled run on one GPU.
+
+    Raises UserError where that is asked for and cannot be.
+    """
+    here = f"{world_size} processes" if world_size > 1 else "" if device.type == "cuda" else "the CPU"
+    if here and train.cuda_graph == "on":
+        raise UserError(f'train.cuda_graph "on" records the steps of one GPU, and this run is on {here}; use "auto"')
+    return not here and (train.cuda_graph == "on" or (train.cuda_graph == "auto" and train.compile))
+
+
 def set_matmul_precision(precision: str) -> None:
     """Set this process's policy for float32 products (see the module's docstring)."""
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
@@ -163,8 +174,9 @@ class LossScaler:
         self.streak = torch.where(sound, self.streak + 1, 0)
         grown = self.streak >= self.growth_interval
         factor = torch.where(sound, torch.where(grown, GROWTH, 1.0), BACKOFF)
-        self.scale = (self.scale * factor).clamp(1.0, LARGEST)
-        self.streak = torch.where(grown, 0, self.streak)
+        # In place: a recorded graph reads the scale where it lay.
+        self.scale.mul_(factor).clamp_(1.0, LARGEST)
+        self.streak.masked_fill_(grown, 0)
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint, as JSON has it."""

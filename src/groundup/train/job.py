@@ -28,6 +28,7 @@ from groundup.parallel.engine import materialiser, parallelize
 from groundup.parallel.optimizer import DistributedOptimizer
 from groundup.parallel.processes import World, local_device, this_world
 from groundup.parallel.zero import ShardedDDP, ShardedOptimizer
+from groundup.train.cuda_graph import StepGraph
 from groundup.train.device import (
     AUTOCAST,
     LossScaler,
@@ -35,6 +36,7 @@ from groundup.train.device import (
     cast_weights,
     compiled_unit,
     concrete,
+    is_recorded,
     prepared,
     set_matmul_precision,
 )
@@ -77,6 +79,8 @@ class Job:
     """How the micro-batch was found, where it was looked for."""
     engine: DataParallel | None = None
     """What spreads the run over its processes; None: it is alone."""
+    graph: StepGraph | None = None
+    """Records forward and backward, and replays them (train.cuda_graph)."""
     parameters: int = 0
     """Trainable scalars of the whole model."""
     groups: tuple[str, ...] = ()
@@ -90,6 +94,19 @@ class Job:
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass."""
         return autocast(self.device, self.config.train.precision)
+
+    def gradients(self, inputs: Tensor, targets: Tensor, n_valid: Tensor | int) -> Tensor:
+        """Forward and backward of a micro-batch, whose gradients add to those that are there; its loss."""
+        with self.autocast():
+            loss = self.forward(inputs, targets, n_valid=n_valid)
+        self.scaler.scaled(loss).backward()
+        return loss.detach()
+
+    def micro_step(self, inputs: Tensor, targets: Tensor, n_valid: int, first: bool) -> Tensor:
+        """`gradients`, or its replay; `first`: of the micro-batches of a step."""
+        if self.graph is None:
+            return self.gradients(inputs, targets, n_valid)
+        return self.graph(self.gradients, inputs, targets, n_valid, first)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         """The context of a micro-batch: gradients travel with the last one of a step only."""
@@ -173,9 +190,10 @@ def build(config: RunConfig) -> Job:
         found = min(world.gather(find_micro_batch(config, device, world.size)), key=lambda one: one.size)
         config = replace(config, train=replace(train, micro_batch_size=found.size)).resolve(world_size=world.size)
         train = config.train
+    recorded = is_recorded(train, device, world.size)
     torch.manual_seed(train.seed)
     scaler = LossScaler(train.precision == "fp16-mixed", device)
-    parts = _alone(config, device) if world.size == 1 else _spread(config, device, world)
+    parts = _alone(config, device, recorded) if world.size == 1 else _spread(config, device, world)
     return Job(config, world, device, data, sampler, scaler=scaler, found=found, **parts)
 
 
@@ -207,12 +225,14 @@ def _model(config: RunConfig, device: torch.device) -> TransformerLM:
     return model
 
 
-def _alone(config: RunConfig, device: torch.device) -> dict[str, Any]:
-    """The job's model, forward and optimizer in one process."""
+def _alone(config: RunConfig, device: torch.device, recorded: bool) -> dict[str, Any]:
+    """The job's model, forward and optimizer in one process; `recorded`: its steps, as CUDA graphs."""
     model = _model(config, device)
     optimizer = make_optimizer(model, config.optim, config.train.seed)
     facts = {"parameters": count_parameters(model), "groups": tuple(describe_groups(optimizer))}
-    return {"model": model, "forward": prepared(model, compiled_unit(config.train, 1)), "optimizer": optimizer, **facts}
+    forward = prepared(model, compiled_unit(config.train, 1))
+    graph = StepGraph(model.parameters()) if recorded else None
+    return {"model": model, "forward": forward, "optimizer": optimizer, "graph": graph, **facts}
 
 
 def _spread(config: RunConfig, device: torch.device, world: World) -> dict[str, Any]:

@@ -91,10 +91,7 @@ def training_step(
     total = torch.zeros((), device=job.device)
     for index, (inputs, targets) in enumerate(batch.micro_batches(train.micro_batch_size, job.device), 1):
         with job.accumulating(last=index == train.grad_accumulation):
-            with job.autocast():
-                loss = job.forward(inputs, targets, n_valid=batch.n_valid)
-            job.scaler.scaled(loss).backward()
-        total = total + loss.detach()
+            total = total + job.micro_step(inputs, targets, batch.n_valid, first=index == 1)
     grad_norm = job.clip_grad_norm()
     total, unsound = job.world.sum(torch.stack([total, (~torch.isfinite(grad_norm)).to(total)]))
     skip = to_skip(total, unsound, loss_limit)

@@ -24,7 +24,7 @@ DERIVED = frozenset(
     {
         *("model.vocab_size", "model.n_kv_heads", "model.d_ff", "optim.muon_lr"),
         *("train.steps", "train.tokens", "train.micro_batch_size", "train.grad_accumulation"),
-        *("train.global_batch_size", "train.device", "train.precision", "train.compile_unit"),
+        *("train.global_batch_size", "train.device", "train.precision", "train.compile_unit", "train.cuda_graph"),
     }
 )
 """Fields whose default means "derive it": left so on a resume they ask for nothing, so they contradict nothing."""
@@ -36,7 +36,7 @@ HARMLESS = frozenset(
         *("train.keep_every", "train.keep_best", "train.early_stopping", "train.max_skipped_steps"),
         *("train.peak_tflops", "train.sample_prompt", "train.sinks", "train.memory_gib"),
         # The same global batch in other pieces: how a run goes on with another number of processes.
-        *("train.micro_batch_size", "train.grad_accumulation", "train.compile_unit"),
+        *("train.micro_batch_size", "train.grad_accumulation", "train.compile_unit", "train.cuda_graph"),
         *(f"parallel.{field.name}" for field in fields(ParallelConfig)),
     }
 )
