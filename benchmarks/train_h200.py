@@ -33,7 +33,7 @@ from train_jobs import FORMS, LOSSES, SIZES, VARIANTS
 
 from groundup.files import write_atomic
 
-LIMITS = {"step_row": (60, 150), "profile_row": (60, 200), "losses_rows": (60, 150), "turns_rows": (150, 570)}
+LIMITS = {"step_row": (60, 150), "profile_row": (60, 200), "losses_rows": (60, 150), "turns_rows": (60, 570)}
 """Function → seconds that must be left to begin it, seconds it may take."""
 
 
@@ -50,7 +50,7 @@ class Job:
     end: float = 0.0
 
 
-def plan(sections: list[str], tokens: str) -> Iterator[Job]:
+def plan(sections: list[str], tokens: str, forms: list[str]) -> Iterator[Job]:
     for section in sections:
         what, _, size = section.rpartition("-")
         if section in SIZES:
@@ -60,7 +60,7 @@ def plan(sections: list[str], tokens: str) -> Iterator[Job]:
             for variant in ("plain GPT", "ours"):
                 yield Job(f"{section}: {variant}", "profile_row", [size, variant])
         elif what == "turns" and size in SIZES:
-            yield Job(section, "turns_rows", [size, [f for f in FORMS if "2688" not in f or size == "350m"]])
+            yield Job(section, "turns_rows", [size, forms])
         elif section == "memory":
             for context, batch in ((512, 32), (1024, 16), (2048, 8)):
                 for variant in ("reference", "ours, all kernels"):
@@ -141,11 +141,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("sections", nargs="*", default=["124m", "350m", "memory"])
+    parser.add_argument("--forms", default=";".join(FORMS), help="of the sections turns, with a semicolon between them")
     parser.add_argument("--tokens", default="", help="the stories' token directory, for losses")
     parser.add_argument("--seconds", type=float, default=580.0)
     options = parser.parse_args()
+    forms = options.forms.split(";")
+    if unknown := set(forms) - set(FORMS):
+        parser.error(f"no form {min(unknown)}; there are {'; '.join(FORMS)}")
     try:
-        jobs = [*plan(options.sections, options.tokens)]
+        jobs = [*plan(options.sections, options.tokens, forms)]
     except ValueError as error:
         parser.error(str(error))
     if any(job.function == "losses_rows" for job in jobs) and not (Path(options.tokens) / "train.npy").exists():

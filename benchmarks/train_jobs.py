@@ -34,29 +34,41 @@ VARIANTS = {
     "plain GPT": None,
     "ours": {"attention_deterministic": False},
     "ours, deterministic": {},
-    "ours, d_ff 2688": {"attention_deterministic": False, "d_ff": 2688},
+    "ours, d_ff 2752": {"attention_deterministic": False, "d_ff": 2752},
+    "ours, cuBLAS dW": {"attention_deterministic": False},
     "ours, all kernels": {"attention_deterministic": False, "kernels": "triton"},
     "ours, loss kernel only": {"attention_deterministic": False, "kernels": "loss"},
     "ours, sdpa": {"attention": "sdpa"},
     "reference": {"attention": "reference", "kernels": "reference"},
 }
-GRAPHS = {"triton.cudagraphs": True}  # what mode="reduce-overhead" sets
-TUNED = {
-    "max_autotune_gemm": True,
-    "max_autotune_gemm_backends": "ATEN,TRITON",
-    "triton.enable_persistent_tma_matmul": True,
-}
+
+
+class Form(NamedTuple):
+    """A row of a `turns` section."""
+
+    variant: str
+    options: dict[str, Any] | None = None
+    """Of the compiler."""
+    clip: str = ""
+    """How gradients are clipped to a norm of 1: in place, or by AdamW as it reads them, as the trainer does."""
+    recorded: bool = True
+    """Whether forward and backward are replayed as a CUDA graph (train/cuda_graph.py)."""
+
+
 FORMS = {
-    "plain GPT": ("plain GPT", {}, ""),
-    "ours": ("ours", {}, ""),
-    "ours, captured": ("ours", {"captured": True}, ""),
-    "ours, d_ff 2688": ("ours, d_ff 2688", {}, ""),
-    "ours, clipped as the trainer does": ("ours", {}, "by AdamW"),
-    "ours, deterministic": ("ours, deterministic", {}, ""),
-    "ours, sums of 64 rows": ("ours", {"triton.mix_order_reduction_split_size": 64}, ""),
-    "ours, combo kernels": ("ours", {"combo_kernels": True}, ""),
+    "plain GPT": Form("plain GPT", recorded=False),
+    "ours": Form("ours"),
+    "ours, not recorded": Form("ours", recorded=False),
+    "plain GPT, recorded": Form("plain GPT"),
+    "plain GPT, clipped": Form("plain GPT", clip="in place", recorded=False),
+    "ours, clipped as the trainer does": Form("ours", clip="by AdamW"),
+    "ours, clipped in place": Form("ours", clip="in place"),
+    "ours, deterministic": Form("ours, deterministic"),
+    "ours, sums of 64 rows": Form("ours", {"triton.mix_order_reduction_split_size": 64}),
+    "ours, combo kernels": Form("ours", {"combo_kernels": True}),
+    "ours, d_ff 2752": Form("ours, d_ff 2752"),
+    "ours, cuBLAS dW": Form("ours, cuBLAS dW"),
 }
-"""Row of a `turns` section → variant, options of the compiler, how gradients are clipped to a norm of 1."""
 ROUNDS = 8
 LOSSES = {
     "reference": {"attention": "reference", "kernels": "reference"},
@@ -108,8 +120,8 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def trainer(size: str, variant: str, options: dict | None = None, context: int = 0, batch: int = 0):
-    """(model, step): step(clip) is one training step, compiled with `options` (None: eager), and gives its loss."""
+def trainer(size: str, form: Form, compiled: bool = True, context: int = 0, batch: int = 0):
+    """(model, step): step(clip) is one training step and gives its loss."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -117,59 +129,44 @@ def trainer(size: str, variant: str, options: dict | None = None, context: int =
     from groundup.model import TransformerLM
     from groundup.optim import AdamW
     from groundup.optim.clip import clip_factor, clip_grad_norm
+    from groundup.train.cuda_graph import StepGraph
 
-    options = dict(options) if options is not None else None
-    captured = bool(options) and options.pop("captured", False)
     usual = SIZES[size]
     context = context or usual.context
     config = replace(named(usual.name), vocab_size=usual.vocab, context_length=context)
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     settings = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
-    if VARIANTS[variant] is None:
+    if VARIANTS[form.variant] is None:
         model = plain_gpt(config.d_model, config.n_layers, config.n_heads, usual.vocab, context).to(device())
         optimizer = torch.optim.AdamW(model.parameters(), **settings, fused=True)
     else:
-        model = TransformerLM(replace(config, **VARIANTS[variant]).resolve()).to(device())
+        model = TransformerLM(replace(config, **VARIANTS[form.variant]).resolve()).to(device())
         optimizer = AdamW(model.parameters(), **settings)
-    in_place = torch.nn.utils.clip_grad_norm_ if VARIANTS[variant] is None else clip_grad_norm
-    how = {"options": options} if device() == "cuda" else {"backend": "aot_eager"}
-    forward = model if options is None else torch.compile(model, **how)
+    in_place = torch.nn.utils.clip_grad_norm_ if VARIANTS[form.variant] is None else clip_grad_norm
+    how = {"options": form.options or {}} if device() == "cuda" else {"backend": "aot_eager"}
+    forward = torch.compile(model, **how) if compiled else model
     ids = torch.randint(usual.vocab, (batch or usual.batch, context + 1), device=device())
     flash = [SDPBackend.FLASH_ATTENTION] if device() == "cuda" else [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
-    graph, result = None, None
-    if captured:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(4):
-                with torch.autocast(device(), torch.bfloat16), sdpa_kernel(flash):
-                    forward(ids[:, :-1], ids[:, 1:]).backward()
-                optimizer.zero_grad(set_to_none=True)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph), torch.autocast(device(), torch.bfloat16), sdpa_kernel(flash):
-            result = forward(ids[:, :-1], ids[:, 1:])
-            result.backward()
+    graph = StepGraph(model.parameters()) if form.recorded and device() == "cuda" else None
+
+    def gradients(inputs, targets, _=None):
+        with torch.autocast(device(), torch.bfloat16), sdpa_kernel(flash):
+            loss = forward(inputs, targets)
+        loss.backward()
+        return loss.detach()
 
     def step(clip: str = ""):
-        if graph is not None:
-            graph.replay()
-            if clip:
-                optimizer.factor = clip_factor(clip_grad_norm(model.parameters(), 0.0), 1.0)
-            optimizer.step()
-            return result.detach()
-        with torch.autocast(device(), torch.bfloat16), sdpa_kernel(flash):
-            loss = forward(ids[:, :-1], ids[:, 1:])
-        loss.backward()
+        batch = ids[:, :-1], ids[:, 1:]
+        loss = gradients(*batch) if graph is None else graph(gradients, *batch, n_valid=1, first=True)
         if clip == "in place":
             in_place(model.parameters(), 1.0)
         elif clip:
             optimizer.factor = clip_factor(clip_grad_norm(model.parameters(), 0.0), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return loss
 
     return model, step
 
@@ -198,7 +195,8 @@ def step_row(write: Callable, end: float, size: str, variant: str, context=0, ba
 
     usual, options = SIZES[size], VARIANTS[variant]
     context, batch, config = context or usual.context, batch or usual.batch, named(usual.name)
-    model, step = trainer(size, variant, {} if compiled else None, context, batch)
+    form = Form(variant, recorded=compiled and options is not None)  # as the trainer's auto; the peer as it is written
+    model, step = trainer(size, form, compiled, context, batch)
     milliseconds(step, 0, 7)
     if device() == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -218,7 +216,7 @@ def profile_row(write: Callable, end: float, size: str, variant: str, steps: int
     """The kernels of a step, the longest first: milliseconds and launches a step."""
     import torch
 
-    _, step = trainer(size, variant, {})
+    _, step = trainer(size, Form(variant, recorded=False))
     milliseconds(step, 0, 7)
     kind = torch.profiler.ProfilerActivity.CUDA if device() == "cuda" else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[kind]) as recorded:
@@ -238,21 +236,21 @@ def turns_rows(write: Callable, end: float, size: str, names: list[str]):
     """FORMS by turns in one process, so that heat and clocks are alike: a row a form and round.
 
     A form that has just been compiled takes one round (below 0) with the first two forms alone, so that something is
-    known of it whatever comes; the rounds from 0 are of all. No form is begun after three fifths of the time.
+    known of it whatever comes; the rounds from 0 are of all. No form is begun after seven tenths of the time.
     """
     import torch
 
     torch._dynamo.config.recompile_limit = 64
     begun, steps, runs, late = time.time(), {}, {}, False
     for name in names:
-        variant, options, clip = FORMS[name]
-        key = variant + json.dumps(options)
+        form = FORMS[name]
+        key = json.dumps(form._replace(clip=""))
         try:
             if key not in steps:
-                if time.time() > begun + 0.6 * (end - begun):
+                if time.time() > begun + 0.7 * (end - begun):
                     raise TimeoutError("no time was left to begin it")
-                steps[key] = trainer(size, variant, options)[1]
-            run = partial(steps[key], clip)
+                steps[key] = trainer(size, form)[1]
+            run = partial(steps[key], form.clip)
             milliseconds(run, 0, 5)
         except Exception as error:
             write(size=size, form=name, FAILED=f"{type(error).__name__}: {str(error)[:200]}")
