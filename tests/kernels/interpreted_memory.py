@@ -57,6 +57,11 @@ def norm_passes() -> list[torch.Tensor]:
     return [out, rstd, total, *norm.backward_op._init_fn(d_out, x, total, weight, rstd)]
 
 
+def norm_of_whole_rows() -> list[torch.Tensor]:
+    x, weight = torch.randn(5, 1024).bfloat16(), torch.randn(1024).bfloat16()
+    return list(norm.forward_op._init_fn(x, None, weight, 1e-5))
+
+
 def swiglu_passes() -> list[torch.Tensor]:
     x = torch.randn(3, 2 * 1100)
     out = elementwise.swiglu_op._init_fn(x)
@@ -74,6 +79,7 @@ PASSES = {
     "attention": lambda: attention_passes(16, 24),
     "attention, padded": lambda: attention_passes(18, 17),
     "norm": norm_passes,
+    "norm of whole rows": norm_of_whole_rows,
     "swiglu": swiglu_passes,
     "rope": lambda: elementwise.rope_op._init_fn(*torch.randn(2, 1, 2, 9, 24), *torch.randn(2, 9, 12), False),
     "rotary": rotary_passes,

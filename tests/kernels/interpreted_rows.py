@@ -5,6 +5,7 @@ import torch
 
 from groundup.kernels import adamw_step, linear_cross_entropy, rms_norm
 from groundup.kernels.linear_cross_entropy import rows_in_place, scale_in_place
+from groundup.kernels.rms_norm import forward_op
 
 
 def apart(ours: torch.Tensor, truth: torch.Tensor) -> float:
@@ -33,6 +34,18 @@ def test_rms_norm(shape, residual: bool, dtype):
     assert apart(outs[0], out) < bound
     for a, b in zip(ours, theirs, strict=True):
         assert apart(a, b) < (bound if a.dtype == dtype else 1e-6)
+
+
+@pytest.mark.parametrize("kinds", [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)])
+@pytest.mark.parametrize("width", [1024, 2048, 8192])
+def test_rms_norm_of_whole_rows(width: int, kinds):
+    """Half precision and a power of two: forward_row_kernel, but for 1024 with a weight in float32."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, width + 16).to(kinds[0])[:, 16:], torch.randn(width).to(kinds[1])
+    out, rstd, _ = forward_op._init_fn(x, None, weight, 1e-5)
+    truth = torch.rsqrt(x.double().square().mean(-1) + 1e-5)
+    assert apart(out, x.double() * truth[:, None] * weight) < 4e-3
+    assert apart(rstd, truth) < 1e-6
 
 
 def test_rms_norm_of_a_transposed_input_and_an_expanded_gradient():

@@ -156,6 +156,28 @@ def test_adamw_moves_vectors(asked: bool):
     assert report.ptx.count("ld.global.v4") >= 16
 
 
+@pytest.mark.parametrize("weight", ["bf16", "fp32"])
+@pytest.mark.parametrize("width", [1024, 2048, 4096, 8192])
+def test_the_norm_s_forward_leaves_room_for_all_warps(width: int, weight: str):
+    """Reading x twice is worth it at 32 registers a thread: 64 warps a multiprocessor."""
+    from groundup.kernels.rms_norm_triton import block_of, forward_kernel, forward_row_kernel
+
+    wide = weight == "fp32"
+    block, rows, warps, whole = block_of(width, 2, 4 if wide else 2, False)
+    assert whole == (not wide or width > 1024)
+    kernel = forward_row_kernel if whole else forward_kernel
+    types = dict.fromkeys(kernel.arg_names, "i32") | {"X": "*bf16", "OUT": "*bf16", "RSTD": "*fp32", "eps": "fp32"}
+    types |= {"RESIDUAL_X": "*bf16", "TOTAL": "*bf16", "WEIGHT": f"*{weight}"}
+    constants = {"WIDTH": width} if whole else {"BLOCK": block, "ROWS": rows, "RESIDUAL": False}
+    strides = {"width", "x_stride", "residual_stride"} & types.keys()
+    report = compile_kernel(kernel, types, constants, aligned=strides, num_warps=warps)
+    assert report.spills == 0
+    if whole:
+        assert report.registers <= 32
+        # 16 elements a thread, 16 bytes a load: x twice, the weight.
+        assert report.ptx.count(".v4.b32 {") == (8 if wide else 6)
+
+
 @pytest.mark.parametrize("limit", [SHARED_LIMIT, 166_912, 101_376])
 @pytest.mark.parametrize(
     ("kind", "block", "extra"),

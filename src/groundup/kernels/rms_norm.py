@@ -4,10 +4,10 @@ y = x · r · w with r = 1 / sqrt(mean(x²) + eps) a row (Zhang & Sennrich 2019)
 
     dx = r · (g - x̂ · mean(g ∘ x̂))        dw = Σ over rows of dy ∘ x̂
 
-Both are limited by memory: forward reads x and writes y, backward reads x and dy and writes dx, once each. Only r is
-saved, one float a row. dw is summed in float32 in a fixed order: every program keeps the sum of its rows, a second
-small kernel adds the programs' sums. Rejected: atomics (another order every time), sums in bf16 (Liger's early
-mistake).
+Both are limited by memory: forward reads x and writes y, backward reads x and dy and writes dx, once each (what one
+forward kernel reads twice is in L1 the second time). Only r is saved, one float a row. dw is summed in float32 in a
+fixed order: every program keeps the sum of its rows, a second small kernel adds the programs' sums. Rejected: atomics
+(another order every time), sums in bf16 (Liger's early mistake).
 """
 
 from typing import Any
@@ -110,13 +110,17 @@ def as_rows(x: Tensor) -> Tensor:
 @torch.library.custom_op("groundup::rms_norm_forward", mutates_args=())
 def forward_op(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(out, r, x + residual); without a residual the third is an empty tensor."""
-    from groundup.kernels.rms_norm_triton import block_of, forward_kernel
+    from groundup.kernels.rms_norm_triton import block_of, forward_kernel, forward_row_kernel
 
     rows = as_rows(x)
     n_rows, width = rows.shape
     other = rows if residual is None else as_rows(residual)
     out, rstd, total = outputs(x, residual)
-    block, a_program, warps = block_of(width)
+    block, a_program, warps, whole = block_of(width, x.itemsize, weight.itemsize, residual is not None)
+    if whole:
+        arguments = (rows, weight.contiguous(), out, rstd, eps, rows.stride(0))
+        launch(x, forward_row_kernel, n_rows, *arguments, WIDTH=width, num_warps=warps)
+        return out, rstd, total
     launch(x, forward_kernel, -(-n_rows // a_program),
         rows, other, weight.contiguous(), out, total, rstd, eps, n_rows, width, rows.stride(0), other.stride(0),
         BLOCK=block, ROWS=a_program, RESIDUAL=residual is not None, num_warps=warps,
