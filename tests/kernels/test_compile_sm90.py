@@ -232,8 +232,19 @@ def test_hopper_forward(d: int, spills: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("d", "spills"), [(64, 24), (128, 48)])
-def test_hopper_backward(d: int, spills: int):
+@pytest.mark.parametrize(
+    ("d", "causal", "even", "group", "spills"),
+    [
+        (64, True, True, 1, 0),
+        (64, False, True, 1, 0),
+        (64, True, False, 4, 24),
+        (128, True, True, 1, 0),
+        (128, False, True, 1, 0),
+        (128, True, False, 1, 8),
+        (128, True, True, 4, 32),
+    ],
+)
+def test_hopper_backward(d: int, causal: bool, even: bool, group: int, spills: int):
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -247,12 +258,38 @@ def test_hopper_backward(d: int, spills: int):
     types |= dict.fromkeys(["LSE2", "DELTA"], f"tensordesc<fp32[64],{flat!r}>")
     types |= {"D_Q": gluon_descriptor(gl.float32, "fp32", 1, 1, 64, 64), "D_K": "*bf16", "D_V": "*bf16"}
     types |= {"scale": "fp32"}
-    constants = {"GROUP": 1, "D": d, "CAUSAL": True, "EVEN": True} | BACKWARD[d]
+    constants = {"GROUP": group, "D": d, "CAUSAL": causal, "EVEN": even} | BACKWARD[d]
     report = compile_kernel(backward_kernel, types, constants, GluonASTSource, aligned=strides, num_warps=4)
     assert report.shared <= SHARED_LIMIT
     assert report.spills <= spills
     assert not report.serialized
     assert "cp.reduce.async.bulk.tensor" in report.ptx
+
+
+@pytest.mark.parametrize("first", [-64, -63, -37, -1, 0, 1, 20, 63, 64])
+def test_the_hopper_backward_s_mask(first: int):
+    """Its PTX, executed for each thread on ones: they stay where query >= key + first."""
+    from groundup.kernels.flash_hopper_backward import MASK, MASK_OPERANDS
+
+    assert MASK_OPERANDS.value == ",".join(["=f"] * 32 + ["f"] * 32 + ["r"] * 32)
+    prefix, suffix = "{ .reg .pred hidden; ", " }"
+    assert MASK.value.startswith(prefix)
+    assert MASK.value.endswith(suffix)
+    lines = MASK.value[len(prefix) : -len(suffix)].split(";")
+    for thread in range(128):
+        # The accumulator of wgmma m64n64 (PTX manual): element e of a thread is at this key (row) and query (column).
+        keys = [thread // 32 * 16 + thread % 32 // 4 + e % 4 // 2 * 8 for e in range(32)]
+        queries = [thread % 4 * 2 + e // 4 * 8 + e % 2 for e in range(32)]
+        apart = [k + first - q for k, q in zip(keys, queries, strict=True)]
+        registers, hidden = [float("nan")] * 32 + [1.0] * 32 + [float(a) for a in apart], False
+        for line in filter(None, map(str.strip, lines)):
+            operation, *operands = line.removeprefix("@hidden ").replace("$", "").replace(",", "").split()
+            if operation == "setp.gt.s32":
+                hidden = registers[int(operands[1])] > int(operands[2])
+            elif not line.startswith("@hidden ") or hidden:
+                assert operation == "mov.f32"
+                registers[int(operands[0])] = 0.0 if operands[1] == "0f00000000" else registers[int(operands[1])]
+        assert registers[:32] == [float(a <= 0) for a in apart]
 
 
 def test_element_wise_kernels_move_vectors():
