@@ -34,8 +34,6 @@ VARIANTS = {
     "plain GPT": None,
     "ours": {"attention_deterministic": False},
     "ours, deterministic": {},
-    "ours, d_ff 2752": {"attention_deterministic": False, "d_ff": 2752},
-    "ours, cuBLAS dW": {"attention_deterministic": False},
     "ours, all kernels": {"attention_deterministic": False, "kernels": "triton"},
     "ours, loss kernel only": {"attention_deterministic": False, "kernels": "loss"},
     "ours, sdpa": {"attention": "sdpa"},
@@ -66,8 +64,6 @@ FORMS = {
     "ours, deterministic": Form("ours, deterministic"),
     "ours, sums of 64 rows": Form("ours", {"triton.mix_order_reduction_split_size": 64}),
     "ours, combo kernels": Form("ours", {"combo_kernels": True}),
-    "ours, d_ff 2752": Form("ours, d_ff 2752"),
-    "ours, cuBLAS dW": Form("ours, cuBLAS dW"),
 }
 ROUNDS = 8
 LOSSES = {

@@ -292,32 +292,6 @@ def test_the_hopper_backward_s_mask(first: int):
         assert registers[:32] == [float(a <= 0) for a in apart]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize(("tile", "spills"), [("192x256", 40), ("128x256", 0), ("192x128", 0), ("128x128", 0)])
-def test_hopper_weight_gradient(tile: str, spills: int, turned: bool):
-    """What spills at 192 × 256 are a few integers, outside of the loop over K."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    from groundup.kernels.weight_gradient import TILES
-    from groundup.kernels.weight_gradient_hopper import INTEGERS, weight_gradient_kernel
-
-    c = TILES[tile]
-    a, b = (gluon_descriptor(gl.bfloat16, "bf16", 64, width) for width in (64, c.width))
-    types = dict.fromkeys(INTEGERS, "i32") | {"A": a, "B": b, "OUT": "*fp32", "WORK": "*fp32", "FLAGS": "*i32"}
-    constants = {"CONSUMERS": c.consumers, "BN": c.width, "PIECES": c.pieces, "STAGES": c.stages, "TURNED": turned}
-    constants |= {"REGISTERS": c.registers, "PRODUCER_REGISTERS": c.producer_registers}
-    report = compile_kernel(weight_gradient_kernel, types, constants, GluonASTSource, num_warps=4)
-    assert report.shared <= SHARED_LIMIT
-    assert report.spills <= spills
-    assert not report.serialized
-    # The workspace and, where rows of the result are rows of the tile, the result move in pairs.
-    pairs = c.consumers * 64 * c.columns // 256
-    assert report.ptx.count("st.global.v2") == pairs * (2 - turned)
-    assert report.ptx.count("ld.global.cg.v2") == pairs
-
-
 def test_element_wise_kernels_move_vectors():
     """A mask i < n lets vectors through only where the compiler knows that 16 divides n, which it is told by value."""
     from groundup.kernels.flash_triton_backward import scale_kernel

@@ -2,12 +2,11 @@
 
 `small` … `10b` are the sizes of the course's systems assignment (vocabulary 10,000; its earlier editions' `xl` is
 1600 × 48, its "2.7b" really has 3.4 B parameters and is the 2026 edition's `xl`). `gpt2-…` are GPT-2's shapes
-(Radford et al. 2019) with this project's gated feed-forward at equal parameters, embeddings tied; its width is a
-multiple of 128, for GPUs multiply in tiles of 128.
+(Radford et al. 2019) with this project's gated feed-forward at equal parameters, embeddings tied.
 `tiny` learns nothing: it lets every command run in a second on any machine.
 """
 
-from groundup.config.model import ModelConfig, nearest_multiple
+from groundup.config.model import ModelConfig
 from groundup.errors import UserError, nearest_name
 
 
@@ -22,7 +21,6 @@ def _gpt2(d_model: int, n_layers: int, n_heads: int) -> ModelConfig:
         d_model=d_model,
         n_layers=n_layers,
         n_heads=n_heads,
-        d_ff=nearest_multiple(8 / 3 * d_model, 128),
         tie_embeddings=True,
     )
 
