@@ -19,7 +19,17 @@ def peer(kind, q, k, v, causal):
         return scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
-def speed_case(shape, ours, causal=True, dtype=None):
+def flex(q, k, v, causal):
+    """FlexAttention, compiled for one shape; the mask's blocks are part of the preparation."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, q.shape[2], k.shape[2], q.device.type)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return partial(compiled, q, k, v, block_mask=blocks if causal else None)
+
+
+def speed_case(shape, ours, causal=True, dtype=None, with_flex=False):
     """A row for each peer and each of `ours` (name, backend, deterministic) as soon as it is timed; `apart`: from the
     first that ran."""
     import torch
@@ -37,6 +47,8 @@ def speed_case(shape, ours, causal=True, dtype=None):
         runs["eager"] = partial(attention, q, k, v, causal=causal, backend="reference")
     else:
         runs = {"cudnn": partial(peer, SDPBackend.CUDNN_ATTENTION, q, k, v, causal)}
+    if with_flex and not TINY:
+        runs["flex"] = flex(q, k, v, causal)
     kinds = {}
     for name, backend, deterministic in ours:
         runs[name] = partial(attention, q, k, v, causal=causal, backend=backend, deterministic=deterministic)
@@ -72,7 +84,7 @@ def attention_speed():
 
     plain = [("triton", "flash-triton", True)]
     for shape in SHAPES:
-        attempt(str(shape), speed_case, shape, plain)
+        attempt(str(shape), speed_case, shape, plain, True, None, shape[2] >= 4096)
     attempt("full", speed_case, (4, 16, 4096, 128), plain, False)
     attempt("fp32", speed_case, (2, 16, 4096, 64), plain, True, torch.float32)
 

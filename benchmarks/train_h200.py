@@ -33,7 +33,7 @@ from train_jobs import FORMS, LOSSES, SIZES, VARIANTS
 
 from groundup.files import write_atomic
 
-LIMITS = {"step_row": (60, 150), "profile_row": (60, 200), "losses_rows": (60, 150), "turns_rows": (60, 570)}
+LIMITS = {"step_row": (60, 150), "profile_row": (60, 200), "losses_rows": (60, 150), "turns_rows": (40, 570)}
 """Function → seconds that must be left to begin it, seconds it may take."""
 
 

@@ -64,6 +64,7 @@ def test_chunks_are_larger_where_the_weight_is_float32():
     """GPT-2 350M's step: 4 instead of 13 passes over dW; a weight in bf16 keeps to what its own gradient leaves."""
     assert chunks.chunk_rows(16384, 50304, 1024, 2, 4) == 4096
     assert chunks.chunk_rows(16384, 50304, 1024, 2, 2) == 1280
+    assert chunks.chunk_rows(16384, 128256, 2048, 2, 2) == 768  # 0.67 GiB with dW in float32, beyond both gradients
     assert chunks.chunk_rows(1 << 17, 128256, 2048, 2, 4) * 128256 * 2 <= 1 << 30
 
 

@@ -102,3 +102,22 @@ def test_state_survives_a_round_trip_bit_for_bit(kind: str, master_weights: bool
     for name, value in a.state[one].items():
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(b.state[two][name])), name
         assert torch.as_tensor(value).dtype == torch.as_tensor(b.state[two][name]).dtype
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("master_weights", [True, False])
+def test_state_made_beforehand_changes_nothing(kind: str, dtype: torch.dtype, master_weights: bool):
+    weights = [pair(dtype) for _ in range(2)]
+    optimizers = [KINDS[kind]([p], lr=1e-2, master_weights=master_weights) for p in weights]
+    optimizers[0].make_state()
+    assert optimizers[0].state[weights[0]]["step"] == 0
+    for p, optimizer in zip(weights, optimizers, strict=True):
+        steps(p, optimizer, 0, 3)
+        optimizer.make_state()  # what is there stays
+        steps(p, optimizer, 3, 2)
+    assert torch.equal(*weights)
+    states = [optimizer.state[p] for p, optimizer in zip(weights, optimizers, strict=True)]
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[0].items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(states[1][name])), name

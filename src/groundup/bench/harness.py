@@ -128,6 +128,12 @@ def allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
+def reset_peak(device: torch.device) -> None:
+    """Forget what was held before: the allocator's peak is looked for from here on."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def peak_above(start: int, device: torch.device) -> int | None:
     """Bytes of the allocator's peak above `start`; None on a CPU."""
     return torch.cuda.max_memory_allocated(device) - start if device.type == "cuda" else None

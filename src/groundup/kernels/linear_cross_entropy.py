@@ -66,12 +66,13 @@ def linear_cross_entropy(
 def chunk_rows(n_tokens: int, vocab: int, width: int, item: int, weight_item: int) -> int:
     """Tokens in a chunk: a multiple of 128 whose logits fit the budget.
 
-    Each chunk reads and writes dW once, so the budget is at least 3/16 of dW in float32 and a sixteenth of all logits,
-    an eighth from 32,768 tokens on, beside whose activations that is little; but no more than 1 GiB of them. A quarter
-    where the weight is float32 (4 bytes an item): dW in float32 then is the gradient, and nothing else is held.
+    Each chunk reads and writes dW once, so the budget is at least 3/16 of dW in float32. It is a quarter of all logits
+    where the weight is float32 (4 bytes an item): dW in float32 then is the gradient, and nothing else is held. With a
+    narrower weight it is an eighth from 32,768 tokens on, beside whose activations that is little. At most 1 GiB.
     """
-    parts = 4 if weight_item >= 4 else 8 if n_tokens >= 1 << 15 else 16
-    budget = max(CHUNK_BYTES, vocab * width * 4 * 3 // 16, min(n_tokens * vocab * item // parts, 1 << 30))
+    parts = 4 if weight_item >= 4 else 8
+    share = n_tokens * vocab * item // parts if parts == 4 or n_tokens >= 1 << 15 else 0
+    budget = max(CHUNK_BYTES, vocab * width * 4 * 3 // 16, min(share, 1 << 30))
     return min(n_tokens, max(128, budget // (vocab * item) // 128 * 128))
 
 

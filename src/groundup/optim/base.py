@@ -132,17 +132,29 @@ class Optimizer(torch.optim.Optimizer):
         for p in group["params"]:
             if p.grad is None:
                 continue
-            state = self.state[p]
-            if not state:
-                keeps_master = p.dtype in NARROW and self.master_weights
-                like = p.float() if keeps_master else p
-                state.update(step=0, **{name: torch.zeros_like(like) for name in self.moments(group)})
-                if keeps_master:
-                    state[MASTER] = like
+            state = self._state_of(p, group)
             state["step"] += 1
             self._counted.append(state)
             found.setdefault(int(state["step"]), []).append(p)
         return found
+
+    @torch.no_grad()
+    def make_state(self) -> None:
+        """Take the memory of the state now, and not in the first step."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                self._state_of(p, group)
+
+    def _state_of(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """State of a parameter, which comes to be here."""
+        state = self.state[p]
+        if not state:
+            keeps_master = p.dtype in NARROW and self.master_weights
+            like = p.float() if keeps_master else p
+            state.update(step=0, **{name: torch.zeros_like(like) for name in self.moments(group)})
+            if keeps_master:
+                state[MASTER] = like
+        return state
 
     def _update_by_chance(self, p: Tensor, step: int, group: dict[str, Any], place: int) -> None:
         grad = own_part(p.grad).float()
