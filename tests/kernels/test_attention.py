@@ -18,6 +18,26 @@ IDS = torch.tensor([[0] * 5 + [1] + [2] * 20 + [3] * 14, [0] * 40])
 
 
 @pytest.mark.parametrize(
+    ("kernel", "width", "shared", "hopper", "tile"),
+    [
+        ("queries", 64, 232_448, True, (128, 64, 4, 3)),
+        ("queries", 64, 166_912, False, (64, 64, 4, 2)),
+        ("queries", 64, 101_376, False, (64, 64, 4, 2)),
+        ("queries", 128, 232_448, True, (128, 64, 8, 3)),
+        ("queries", 128, 166_912, False, (64, 64, 4, 2)),
+        ("queries", 128, 101_376, False, (64, 32, 4, 2)),
+        ("keys", 64, 101_376, False, (32, 128, 4, 3)),
+    ],
+)
+def test_the_tile_of_a_gpu(kernel, width, shared, hopper, tile, monkeypatch):
+    """Of an H200, an A100 and an RTX 3090: what fits, and 16 rows of dQ a warp where there is no wgmma."""
+    monkeypatch.setattr(flash_triton, "shared_memory", lambda _: shared)
+    monkeypatch.setattr(flash_triton, "has_wgmma", lambda _: hopper)
+    fresh = flash_triton.pick_tile.__wrapped__  # it remembers its answers
+    assert fresh(kernel, torch.bfloat16, width, torch.device("cuda"))[:4] == tile
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {},

@@ -42,6 +42,16 @@ def test_elsewhere_it_is_the_plain_product():
     assert half.dtype == torch.bfloat16
 
 
+def test_one_row_and_float64():
+    x, weight, _ = made(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = linear(x[0, 0], weight)
+    _, d_weight = torch.autograd.grad(out.sum(), (x, weight))
+    torch.testing.assert_close(d_weight, x[0, 0].bfloat16().float().expand_as(weight))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="dtype"):
+        linear(x.double(), weight)  # as the plain product: nothing is cast down
+
+
 def test_only_what_is_asked_for():
     x, weight, d_out = made(torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):

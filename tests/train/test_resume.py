@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_runs import Crash, Recorder, crash, read_metrics, resume_slowly, tiny_config, write_tokens
 
-from groundup.config import RunConfig
+from groundup.config import RunConfig, load_toml
 from groundup.errors import UserError
 from groundup.train import Evaluation, RunDirectory, changed_fields, evaluate_run, load_run, train
 from groundup.train.checkpoint import MODEL, OPTIMIZER, checkpoint_steps, newest_complete
@@ -371,6 +371,17 @@ def test_changed_data_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match="have changed since"):
         train(tiny_config(data), tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == rows
+
+
+def test_steps_that_were_recorded_go_on_where_they_cannot_be(crashed: Path, tmp_path: Path, tokens: Path):
+    file = crashed / "config.toml"
+    file.write_text(file.read_text().replace('cuda_graph = "auto"', 'cuda_graph = "on"'))
+    config = load_toml(file, RunConfig)
+    assert config.train.cuda_graph == "on"
+    with pytest.raises(UserError, match="this run is on the CPU"):
+        train(config, crashed, resume=True)  # as the command line without the flag
+    train(replace(config, train=replace(config.train, cuda_graph="auto")), crashed, resume=True)
+    assert max(row["step"] for row in read_metrics(crashed)) == config.train.steps
 
 
 def test_moved_data_is_found_through_config_toml(tmp_path: Path):

@@ -100,6 +100,12 @@ def shared_memory(device: torch.device) -> int:
 
 
 @cache
+def has_wgmma(device: torch.device) -> bool:
+    """Whether the GPU multiplies whole tiles from shared memory (Hopper and later), and not 16 rows from registers."""
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@cache
 def n_multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU; 4 stands in for them in the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from groundup.kernels.backend import INTERPRETING, decided_once, launch, shared_memory
+from groundup.kernels.backend import INTERPRETING, decided_once, has_wgmma, launch, shared_memory
 from groundup.kernels.flash_torch import refuse_second_derivative
 
 LOG2E = log2(e)
@@ -92,7 +92,9 @@ def pick_tile(kernel: str, dtype: torch.dtype, width: int, device: torch.device)
     rows = tile_table()[kernel][str(dtype.itemsize * 8)]
     tiles = next(tiles for d, tiles in rows.items() if width <= int(d))
     fitting = (t for t in tiles if shared_bytes(kernel, t, width, dtype.itemsize) <= shared_memory(device))
-    return next(fitting, tiles[-1])
+    # Without Hopper's wgmma, dQ of more than 16 rows a warp spills kilobytes.
+    crowded = kernel == "queries" and not has_wgmma(device)
+    return next((t for t in fitting if not crowded or t.block_q <= 16 * t.num_warps), tiles[-1])
 
 
 def block_width(d: int) -> int:

@@ -5,25 +5,29 @@ once more than it need be, and 10 bytes a parameter moved for 4. cuBLAS can writ
 2.3 of 82 ms a step at 350M.
 """
 
+import os
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+FLOAT32_PRODUCT = torch.version.hip is None and os.environ.get("PYTORCH_TUNABLEOP_ENABLED", "0") != "1"
+"""Whether PyTorch has a product of half-precision matrices into float32 here: cuBLAS alone, and not under TunableOp."""
+
 
 def linear(x: Float[Tensor, "... d_in"], weight: Float[Tensor, "d_out d_in"]) -> Float[Tensor, "... d_out"]:
     """x Wᵀ, in autocast's type where that is on. A float32 weight gets a gradient that was never in half precision."""
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or weight.dtype != torch.float32:
+    if not torch.is_autocast_enabled(kind) or weight.dtype != torch.float32 or x.dtype == torch.float64:
         return x @ weight.T
     return _Linear.apply(x.to(torch.get_autocast_dtype(kind)), weight)
 
 
 def float32_product(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> Float[Tensor, "m n"]:
-    """a b of half-precision matrices, summed and kept in float32. Only GPUs have that as one product."""
+    """a b of half-precision matrices, summed and kept in float32 where that can be had."""
     if a.is_cuda:
-        return torch.mm(a, b, out_dtype=torch.float32)
+        return torch.mm(a, b, out_dtype=torch.float32) if FLOAT32_PRODUCT else (a @ b).float()
     with torch.autocast(a.device.type, enabled=False):  # a compiler traces a backward under the forward's autocast
         return a.float() @ b.float()
 
@@ -47,4 +51,5 @@ class _Linear(torch.autograd.Function):
         d_x = d_out @ half if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return d_x, None
-        return d_x, float32_product(d_out.flatten(0, -2).T, x.flatten(0, -2))
+        rows, columns = d_out.reshape(-1, d_out.shape[-1]), x.reshape(-1, x.shape[-1])
+        return d_x, float32_product(rows.T, columns)

@@ -34,7 +34,8 @@ def rotary_attention(
     """Causal attention of n_heads query heads, then the key heads, then as many value heads, in qkv's type.
 
     `rotation`: cos and sin, each (seq, d / 2) float32; None: no RoPE. `give`: qkv may be overwritten; it must be fresh
-    from a product, which keeps its inputs alone. The rest is attention()'s. Raises UserError when shapes do not fit.
+    from a product, which keeps its inputs alone (as a checkpointing policy that saves products does not). The rest is
+    attention()'s. Raises UserError when shapes do not fit.
     """
     (qkv,) = autocast(qkv)
     cos, sin = rotation or (None, None)

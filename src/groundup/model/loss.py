@@ -24,7 +24,14 @@ def cross_entropy(
     valid = targets != IGNORE
     chosen = wide.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     losses = (torch.logsumexp(wide, dim=-1) - chosen) * valid
-    return losses.sum() / (valid.sum().clamp(min=1) if n_valid is None else n_valid)
+    if n_valid is None:
+        count = valid.sum().clamp(min=1)
+    else:
+        # A tensor always: a GPU multiplies by a number's reciprocal, which differs from division in the last bit.
+        count = (
+            n_valid if isinstance(n_valid, Tensor) else torch.full((), n_valid, dtype=wide.dtype, device=wide.device)
+        )
+    return losses.sum() / count
 
 
 class Head(Linear):

@@ -169,6 +169,7 @@ def build(config: RunConfig) -> Job:
     _check_machines(world, config, data)
     config = config.resolve(data.vocab_size, world.size)
     train, device = config.train, local_device(config.train.device, world)
+    recorded = is_recorded(train, device, world.size)
     set_matmul_precision(train.precision)
     vocabulary = data.tokenizer().vocab_size
     if vocabulary > config.model.vocab_size:
@@ -192,7 +193,6 @@ def build(config: RunConfig) -> Job:
         found = min(world.gather(find_micro_batch(config, device, world.size)), key=lambda one: one.size)
         config = replace(config, train=replace(train, micro_batch_size=found.size)).resolve(world_size=world.size)
         train = config.train
-    recorded = is_recorded(train, device, world.size)
     torch.manual_seed(train.seed)
     scaler = LossScaler(train.precision == "fp16-mixed", device)
     parts = _alone(config, device, recorded) if world.size == 1 else _spread(config, device, world)

@@ -150,7 +150,8 @@ def _begun(config: RunConfig, out: Path, resume: bool, world_size: int) -> tuple
         saved = at_world_size(run.load_config(), world_size)
         # The command line gives the saved configuration back: its batch is that of the processes of before.
         refuse_changes(saved, at_world_size(config, world_size), run.path)
-        config = replace(saved, parallel=config.parallel)
+        here = replace(saved.train, cuda_graph=config.train.cuda_graph)
+        config = replace(saved, parallel=config.parallel, train=here)
     check_packages(config.train.sinks)
     return out, config
 
@@ -363,15 +364,19 @@ class _Loop:
         return prompt + "".join(pieces)
 
     def _unless_out_of_memory(self, what: str, do: Callable[[], T]) -> T | None:
-        """The result of `do`; None, and a line, where it ran out of memory."""
-        try:
-            return do()
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-        # Here the traceback, and with it the tensors of the frames that failed, are gone.
-        if self.job.device.type == "cuda":
-            torch.cuda.empty_cache()
+        """The result of `do`; None, and a line, where it ran out of memory, without that of a recorded step too."""
+        for _ in range(2):
+            try:
+                return do()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+            # Here the traceback, and with it the tensors of the frames that failed, are gone.
+            held = self.job.graph is not None and self.job.graph.release()
+            if self.job.device.type == "cuda":
+                torch.cuda.empty_cache()
+            if not held:
+                break
         self.progress.on_note(f"step {self.done:,}: out of memory in the {what}, which is left out; the run goes on")
         return None
 

@@ -37,10 +37,11 @@ def make_plan(job: Job, done: int) -> Plan:
     """The plan of a job with `done` steps behind it."""
     config, model, train = job.config, job.config.model, job.config.train
     unit = compiled_unit(train, job.world.size)
+    how = (f", compiled ({unit})" if unit else "") + (", steps recorded" if job.graph else "")
     lines = [
         f"model      {job.parameters:,} parameters: {model.n_layers} layers, d_model {model.d_model}, "
         f"{model.n_heads} heads, d_ff {model.d_ff}, context {model.context_length}, vocabulary {model.vocab_size:,}",
-        f"device     {describe(job.device)}, {train.precision}{f', compiled ({unit})' if unit else ''}",
+        f"device     {describe(job.device)}, {train.precision}{how}",
         f"batch      {train.global_batch_size} sequences = micro-batch {train.micro_batch_size} × accumulation "
         f"{train.grad_accumulation} × world size {job.world.size}; {job.tokens_per_step:,} tokens a step",
         *([f"parallel   {_parallel(job)}"] if job.world.size > 1 else []),

@@ -24,7 +24,7 @@ DERIVED = frozenset(
     {
         *("model.vocab_size", "model.n_kv_heads", "model.d_ff", "optim.muon_lr"),
         *("train.steps", "train.tokens", "train.micro_batch_size", "train.grad_accumulation"),
-        *("train.global_batch_size", "train.device", "train.precision", "train.compile_unit", "train.cuda_graph"),
+        *("train.global_batch_size", "train.device", "train.precision", "train.compile_unit"),
     }
 )
 """Fields whose default means "derive it": left so on a resume they ask for nothing, so they contradict nothing."""
@@ -41,6 +41,9 @@ HARMLESS = frozenset(
     }
 )
 """Fields a user may edit in a run's config.toml between two resumes: they do not change what is learnt."""
+
+OF_THE_MACHINE = ("parallel.", "train.cuda_graph")
+"""Fields that a resume takes from its own command line, as it may run elsewhere."""
 
 
 class RunDirectory:
@@ -120,7 +123,7 @@ def changed_fields(saved: RunConfig, given: RunConfig) -> list[tuple[str, Any, A
     before, after, default = flat_fields(saved), flat_fields(given), flat_fields(RunConfig())
     changed = []
     for name, value in after.items():
-        if value == before[name] or (name in DERIVED and value == default[name]) or name.startswith("parallel."):
+        if value == before[name] or (name in DERIVED and value == default[name]) or name.startswith(OF_THE_MACHINE):
             continue
         if name == "data.path" and Path(value).resolve() == Path(before[name]).resolve():
             continue
