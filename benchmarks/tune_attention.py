@@ -31,20 +31,17 @@ TOLERANCE = {16: 1e-2, 32: 2e-6}
 
 
 CANDIDATE_SECONDS = 120
-REGISTERS = {("keys", 16, 64): (168,)}
-"""Line → caps on the registers to try beside none: at 168, three blocks of 128 threads fit on a multiprocessor."""
 
 
 def candidates(kernel: str, bits: int, width: int) -> list[list]:
-    """[block_q, block_k, warps, stages, maxnreg] that fit in shared memory and give every warp a fair piece, after the
+    """[block_q, block_k, warps, stages] that fit in shared memory and give every warp a fair piece, after the
     tiles that the table has now."""
     found = json.loads(TABLE.read_text())[kernel][str(bits)][str(width)]
     blocks = (16, 32, 64) if width == 256 and bits == 32 else (32, 64, 128)
     for q, k, warps, stages in product(blocks, blocks, (4, 8), (1, 2, 3) if bits == 16 else (1, 2)):
         held = (q + 2 * stages * k) * width * bits // 8
         if held < 200_000 and warps * 256 <= q * k <= warps * 2048:
-            caps = REGISTERS.get((kernel, bits, width), ()) if warps == 4 else ()
-            found += [tile for cap in (None, *caps) if (tile := [q, k, warps, stages, cap]) not in found]
+            found += [tile] if (tile := [q, k, warps, stages]) not in found else []
     return found
 
 

@@ -41,19 +41,16 @@ class Rule:
 
 
 class Tile(NamedTuple):
-    """A line of flash_tiles.json. `maxnreg` caps the registers of dK, dV for square causal problems: three blocks a
-    multiprocessor instead of two are faster although ptxas then runs the products one by one (measured on an H200)."""
+    """A line of flash_tiles.json."""
 
     block_q: int
     block_k: int
     num_warps: int
     num_stages: int
-    maxnreg: int | None
 
-    def options(self, square: bool = False) -> dict[str, int]:
+    def options(self) -> dict[str, int]:
         """Compiler options for the launch."""
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return options | ({"maxnreg": self.maxnreg} if self.maxnreg and square else {})
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
 @decided_once
@@ -88,7 +85,7 @@ def shared_bytes(kernel: str, tile: Tile, width: int, item: int) -> int:
 def pick_tile(kernel: str, dtype: torch.dtype, width: int, device: torch.device) -> Tile:
     """The best tile of the table that fits this device's shared memory; the interpreter takes small ones."""
     if device.type == "cpu":
-        return Tile(16, 32, 4, 1, None) if kernel != "keys" else Tile(16, 16, 4, 1, None)
+        return Tile(16, 32, 4, 1) if kernel != "keys" else Tile(16, 16, 4, 1)
     rows = tile_table()[kernel][str(dtype.itemsize * 8)]
     tiles = next(tiles for d, tiles in rows.items() if width <= int(d))
     fitting = (t for t in tiles if shared_bytes(kernel, t, width, dtype.itemsize) <= shared_memory(device))
@@ -253,7 +250,7 @@ def launch_keys(
         *rows, lo, hi, *score_factors(rule), rule.scale, n_q, n_k, heads,
         heads_a_group(batch * heads, bytes_a_head, L2_BYTES_BACKWARD),
         **fixed, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, EVEN=even, SQUARE=square and even,
-        **tile.options(square and even),
+        **tile.options(),
     )  # fmt: skip
 
 
