@@ -15,8 +15,8 @@ from groundup.parallel.launch import spawn
 
 def wait_for_a_signal(directory):
     """Leaves what came: ended by another signal than SIGINT, or by a second one, it leaves no word."""
-    (directory / f"ready-{os.getpid()}").touch()
     try:
+        (directory / f"ready-{os.getpid()}").touch()  # in here: the signal may come as soon as the file is seen
         time.sleep(300)
     except KeyboardInterrupt:
         time.sleep(1.5 + float(os.environ["RANK"]))  # the other has ended by then
