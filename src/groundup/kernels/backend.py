@@ -21,6 +21,8 @@ HAS_TRITON = find_spec("triton") is not None
 """Whether Triton can be imported."""
 INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """Whether Triton runs its kernels in Python on the CPU; fixed when Triton is imported."""
+FLOAT32_PRODUCT = torch.version.hip is None and os.environ.get("PYTORCH_TUNABLEOP_ENABLED", "0") != "1"
+"""Whether PyTorch has a product of half-precision matrices into float32 here: cuBLAS alone, and not under TunableOp."""
 
 
 def runs_triton(x: Tensor) -> bool:

@@ -5,15 +5,13 @@ once more than it need be, and 10 bytes a parameter moved for 4. cuBLAS can writ
 2.3 of 82 ms a step at 350M.
 """
 
-import os
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-FLOAT32_PRODUCT = torch.version.hip is None and os.environ.get("PYTORCH_TUNABLEOP_ENABLED", "0") != "1"
-"""Whether PyTorch has a product of half-precision matrices into float32 here: cuBLAS alone, and not under TunableOp."""
+from groundup.kernels.backend import FLOAT32_PRODUCT
 
 
 def linear(x: Float[Tensor, "... d_in"], weight: Float[Tensor, "d_out d_in"]) -> Float[Tensor, "... d_out"]:

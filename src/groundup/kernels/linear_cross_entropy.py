@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from groundup.kernels.attention import autocast
-from groundup.kernels.backend import at_least_float32, choose, fit, launch, wide_type
+from groundup.kernels.backend import FLOAT32_PRODUCT, at_least_float32, choose, fit, launch, wide_type
 
 IGNORE = -100
 """A target with this value counts neither in the loss nor in the number of valid tokens."""
@@ -51,16 +51,19 @@ def linear_cross_entropy(
     fit(ok, "linear_cross_entropy", x=x, weight=weight, targets=targets)
     (x,) = autocast(x)
     flat, labels = x.reshape(-1, x.shape[-1]), targets.reshape(-1).contiguous()
-    if n_valid is None:
-        count = (labels != IGNORE).sum().clamp(min=1)
-    elif isinstance(n_valid, Tensor):
-        count = n_valid.to(x.device)
-    else:
-        # Filled on the device: a copy from the host would wait for all that is queued there.
-        count = torch.full((), n_valid, dtype=torch.float32, device=x.device)
+    count = (labels != IGNORE).sum().clamp(min=1) if n_valid is None else given_count(n_valid, torch.float32, x.device)
     grads = torch.is_grad_enabled()
     flags = (grads and x.requires_grad, grads and weight.requires_grad, choose(backend, x) == "triton")
     return forward_op(flat, weight, labels, count.float(), z_loss, softcap, *flags)[0]
+
+
+def given_count(n_valid: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`n_valid` as a scalar on `device`; a tensor of another type stays what it is.
+
+    Not a number: by one a GPU divides through a product with its reciprocal, which differs in the last bit. Filled on
+    the device: a copy from the host would wait for all that is queued there.
+    """
+    return n_valid.to(device) if isinstance(n_valid, Tensor) else torch.full((), n_valid, dtype=dtype, device=device)
 
 
 def chunk_rows(n_tokens: int, vocab: int, width: int, item: int, weight_item: int) -> int:
@@ -70,8 +73,8 @@ def chunk_rows(n_tokens: int, vocab: int, width: int, item: int, weight_item: in
     where the weight is float32 (4 bytes an item): dW in float32 then is the gradient, and nothing else is held. With a
     narrower weight it is an eighth from 32,768 tokens on, beside whose activations that is little. At most 1 GiB.
     """
-    parts = 4 if weight_item >= 4 else 8
-    share = n_tokens * vocab * item // parts if parts == 4 or n_tokens >= 1 << 15 else 0
+    parts = 4 if weight_item >= 4 else 8 if n_tokens >= 1 << 15 else 0
+    share = n_tokens * vocab * item // parts if parts else 0
     budget = max(CHUNK_BYTES, vocab * width * 4 * 3 // 16, min(share, 1 << 30))
     return min(n_tokens, max(128, budget // (vocab * item) // 128 * 128))
 
@@ -150,7 +153,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
     """total ← beta · total + aᵀ b with `total` in float32 at least and a, b as they are; beta 0 does not read it."""
     if total.dtype == a.dtype:
         total.addmm_(a.T, b, beta=beta)
-    elif total.is_cuda:
+    elif total.is_cuda and FLOAT32_PRODUCT:
         torch.addmm(total, a.T, b, out_dtype=total.dtype, out=total, beta=beta)
     else:
         total.addmm_(a.T.to(total.dtype), b.to(total.dtype), beta=beta)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from groundup.kernels import linear_cross_entropy
 from groundup.kernels.backend import at_least_float32
-from groundup.kernels.linear_cross_entropy import IGNORE
+from groundup.kernels.linear_cross_entropy import IGNORE, given_count
 from groundup.model.layers import Linear, soft_cap, use_kernel
 
 
@@ -24,13 +24,7 @@ def cross_entropy(
     valid = targets != IGNORE
     chosen = wide.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     losses = (torch.logsumexp(wide, dim=-1) - chosen) * valid
-    if n_valid is None:
-        count = valid.sum().clamp(min=1)
-    else:
-        # A tensor always: a GPU multiplies by a number's reciprocal, which differs from division in the last bit.
-        count = (
-            n_valid if isinstance(n_valid, Tensor) else torch.full((), n_valid, dtype=wide.dtype, device=wide.device)
-        )
+    count = valid.sum().clamp(min=1) if n_valid is None else given_count(n_valid, wide.dtype, wide.device)
     return losses.sum() / count
 
 

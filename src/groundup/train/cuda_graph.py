@@ -36,6 +36,8 @@ class StepGraph:
         self.parameters = list(parameters)
         self.recorded: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         """Graph and loss of the first micro-batch of a step (True), and of the others."""
+        self.kept: list[Tensor | None] = []
+        """The gradients that the graphs write."""
         self.given_up = False
         """Whether there was no memory to record in."""
 
@@ -87,7 +89,7 @@ class StepGraph:
         """
         held = bool(self.recorded)
         self.recorded.clear()
-        self.kept: list[Tensor | None] = []
+        self.kept = []
         if forget:
             self._forget()
         return held

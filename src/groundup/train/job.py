@@ -106,7 +106,7 @@ class Job:
         """`gradients`, or its replay; `first`: of the micro-batches of a step."""
         if self.graph is None:
             return self.gradients(inputs, targets, n_valid)
-        if not self.graph.recorded and isinstance(self.optimizer, Optimizer):
+        if not (self.graph.recorded or self.graph.given_up) and isinstance(self.optimizer, Optimizer):
             self.optimizer.make_state()  # the recording is the run's peak, and a resumed run has its state by then
         return self.graph(self.gradients, inputs, targets, n_valid, first)
 

@@ -14,7 +14,7 @@ import torch
 
 from groundup.bench.benchmark import Benchmark, Measurement, SweepOptions, grid, words
 from groundup.bench.cells import Parameters
-from groundup.bench.harness import allocated, peak_above, summary, time_steps
+from groundup.bench.harness import allocated, peak_above, reset_peak, summary, time_steps
 from groundup.bench.sweep import repetitions
 from groundup.config import SIZES, size
 from groundup.model import TransformerLM
@@ -100,7 +100,7 @@ def _temporary(update: Callable[[], Any], device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     held = allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    reset_peak(device)
     update()
     return peak_above(held, device)
 
