@@ -42,14 +42,15 @@ def signature(kernel: str, kind: str, d: int, block_q: int, block_k: int) -> dic
     def tile(rows):
         return f"tensordesc<{kind}[1, 1, {rows}, {d}]>"
 
-    numbers = dict.fromkeys(["n_q", "n_k", "n_heads", "n_kv_heads", "heads_a_group", "window"], "i32")
+    numbers = dict.fromkeys(["n_q", "n_k", "n_heads", "n_kv_heads", "heads_a_group", "window", "half"], "i32")
     floats = dict.fromkeys(["cap_in", "factor", "scale"], "fp32")
-    pointers = dict.fromkeys(["LSE", "D_LSE", "LSE2", "DELTA"], "*fp32") | {"LO": "*i32", "HI": "*i32"}
+    pointers = dict.fromkeys(["LSE", "D_LSE", "LSE2", "DELTA", "COS", "SIN"], "*fp32") | {"LO": "*i32", "HI": "*i32"}
     of_queries = dict.fromkeys(["Q", "OUT", "D_OUT", "D_Q"], tile(block_q))
     return numbers | floats | pointers | of_queries | dict.fromkeys(["K", "V", "D_K", "D_V_OUT"], tile(block_k))
 
 
 def compile_tile(kernel: str, bits: str, d: str, tile: list, even: bool, target=TARGET):
+    """`even`: lengths of whole tiles, and a backward that turns by RoPE's angles, as in training."""
     from groundup.kernels.flash_triton_backward import keys_kernel, queries_kernel
     from groundup.kernels.flash_triton_forward import forward_kernel
 
@@ -59,7 +60,7 @@ def compile_tile(kernel: str, bits: str, d: str, tile: list, even: bool, target=
         "DOCUMENTS": False, "SOFTCAP": False, "EVEN": even, "UPCAST": False,
         "PRECISION": "tf32" if bits == "16" else "tf32x3",
     }  # fmt: skip
-    constants |= {"keys": {"SQUARE": even}, "queries": {"HAS_D_LSE": False}}.get(kernel, {})
+    constants |= {"keys": {"SQUARE": even, "TURN": even}, "queries": {"HAS_D_LSE": False, "TURN": even}}.get(kernel, {})
     function = {"forward": forward_kernel, "keys": keys_kernel, "queries": queries_kernel}[kernel]
     kind = "bf16" if bits == "16" else "fp32"
     types = signature(kernel, kind, int(d), block_q, block_k)

@@ -184,11 +184,12 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tens
 
 def attention_backward(
     d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule,
-    into: tuple[Tensor, Tensor, Tensor] | None = None,
+    into: tuple[Tensor, Tensor, Tensor] | None = None, rotation: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, the same bits every time. `d_lse` None: the logsumexp was not used.
 
-    `into`: where they are written, of any strides that a descriptor addresses (see `addressable`).
+    `into`: where they are written, of any strides that a descriptor addresses (see `addressable`). `rotation`: cos and
+    sin (n, d / 2) by which RoPE has turned q and k; the gradients are those of what it turned.
     """
     if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
         d_q, d_k, d_v = (rows_first(*x.shape, like=x).zero_() for x in (q, k, v))
@@ -197,8 +198,11 @@ def attention_backward(
     q, k, v, d_out, out = (addressable(x) for x in (q, k, v, d_out, out))
     d_q, d_k, d_value = into or (rows_first(*x.shape, like=x) for x in (q, k, v))
     fixed = constants(rule, q, k, v)
-    rows = launch_queries((q, k, v, d_out), out, (lse, d_lse), d_q, rule, fixed)
-    launch_keys((q, k, v, d_out), (d_k, d_value), rows, rule, fixed)
+    fixed["TURN"] = rotation is not None
+    # The tables and their width; without RoPE something to point at.
+    tables = (lse, lse, 0) if rotation is None else (*(x.contiguous() for x in rotation), d // 2)
+    rows = launch_queries((q, k, v, d_out), out, (lse, d_lse), d_q, rule, tables, fixed)
+    launch_keys((q, k, v, d_out), (d_k, d_value), rows, rule, tables, fixed)
     return trimmed(d_q, d), trimmed(d_k, d), trimmed(d_value, d_v)
 
 
@@ -227,8 +231,9 @@ def row_statistics(
 
 
 def launch_keys(
-    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor], rule: Rule, fixed: dict
-) -> None:
+    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor], rule: Rule,
+    tables: tuple[Tensor, Tensor, int], fixed: dict,
+) -> None:  # fmt: skip
     """dK and dV into `outputs`."""
     from groundup.kernels.flash_triton_backward import keys_kernel
 
@@ -247,7 +252,7 @@ def launch_keys(
         describe(d_out, tile.block_q, fixed["D_V"]),
         describe(d_k, tile.block_k, fixed["D"]),
         describe(d_v, tile.block_k, fixed["D_V"]),
-        *rows, lo, hi, *score_factors(rule), rule.scale, n_q, n_k, heads,
+        *rows, lo, hi, *tables, *score_factors(rule), rule.scale, n_q, n_k, heads,
         heads_a_group(batch * heads, bytes_a_head, L2_BYTES_BACKWARD),
         **fixed, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, EVEN=even, SQUARE=square and even,
         **tile.options(),
@@ -255,8 +260,9 @@ def launch_keys(
 
 
 def launch_queries(
-    inputs: tuple[Tensor, ...], out: Tensor, lses: tuple[Tensor, Tensor | None], d_q: Tensor, rule: Rule, fixed: dict
-) -> tuple[Tensor, Tensor]:
+    inputs: tuple[Tensor, ...], out: Tensor, lses: tuple[Tensor, Tensor | None], d_q: Tensor, rule: Rule,
+    tables: tuple[Tensor, Tensor, int], fixed: dict,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dQ into `d_q`; `lses` are the logsumexp and its gradient. Returns what launch_keys needs of each row."""
     from groundup.kernels.flash_triton_backward import queries_kernel
 
@@ -275,7 +281,7 @@ def launch_queries(
         describe(out, tile.block_q, fixed["D_V"]),
         describe(d_q, tile.block_q, fixed["D"]),
         lse, lse if d_lse is None else d_lse.contiguous(), lse2, delta, lo, hi,
-        *score_factors(rule), rule.scale, n_q, n_k, heads,
+        *tables, *score_factors(rule), rule.scale, n_q, n_k, heads,
         heads_a_group(batch * heads, bytes_a_head, L2_BYTES_BACKWARD),
         **fixed, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, EVEN=n_k % tile.block_k == 0, HAS_D_LSE=d_lse is not None,
         **tile.options(),

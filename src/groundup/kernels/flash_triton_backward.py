@@ -21,6 +21,7 @@ from groundup.kernels.flash_triton_tiles import (
     part_of,
     queries_of,
     store_tile,
+    turned_back,
 )
 
 
@@ -108,15 +109,16 @@ def keys_step(
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "n_kv_heads", "heads_a_group", "window"])
 def keys_kernel(
-    Q, K, V, D_OUT, D_K, D_V_OUT, LSE2, DELTA, LO, HI, cap_in, factor, scale, n_q, n_k, n_kv_heads, heads_a_group,
-    window, GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    Q, K, V, D_OUT, D_K, D_V_OUT, LSE2, DELTA, LO, HI, COS, SIN, half, cap_in, factor, scale, n_q, n_k, n_kv_heads,
+    heads_a_group, window,
+    GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, SOFTCAP: tl.constexpr, EVEN: tl.constexpr,
-    SQUARE: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    SQUARE: tl.constexpr, TURN: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys; the GROUP query heads that share it are summed in registers, in order.
 
     EVEN: n_q is a multiple of BLOCK_Q. SQUARE: causal alone, n_q = n_k, a multiple of both blocks. LO, HI (batch,
-    n_k): the interval of queries that see a key.
+    n_k): the interval of queries that see a key. TURN: K was turned by RoPE, and dK is that of K before.
     """
     tile, flat = longest_first(tl.program_id(0), tl.cdiv(n_k, BLOCK_K), heads_a_group, False)
     batch = flat // n_kv_heads
@@ -149,8 +151,11 @@ def keys_kernel(
                         k, v, Q, D_OUT, LSE2, DELTA, at, batch, head, m, d_k, d_v, lo, hi, cap_in, factor, n_q,
                         BLOCK_Q, D, D_V, PART != 1, PART != 1 and not EVEN, UPPER, SOFTCAP, UPCAST, PRECISION,
                     )  # fmt: skip
-    store_tile(D_K, batch, kv_head, n, d_k * scale, BLOCK_K, D)
     store_tile(D_V_OUT, batch, kv_head, n, d_v, BLOCK_K, D_V)
+    d_k = d_k * scale
+    if TURN:
+        d_k = turned_back(d_k, COS, SIN, n, n_k, half, BLOCK_K, D)
+    store_tile(D_K, batch, kv_head, n, d_k, BLOCK_K, D)
 
 
 @triton.jit
@@ -183,12 +188,16 @@ def queries_step(
 
 @triton.jit(do_not_specialize=["n_q", "n_k", "n_heads", "heads_a_group", "window"])
 def queries_kernel(
-    Q, K, V, D_OUT, OUT, D_Q, LSE, D_LSE, LSE2, DELTA, LO, HI, cap_in, factor, scale, n_q, n_k, n_heads, heads_a_group,
-    window, GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    Q, K, V, D_OUT, OUT, D_Q, LSE, D_LSE, LSE2, DELTA, LO, HI, COS, SIN, half, cap_in, factor, scale, n_q, n_k, n_heads,
+    heads_a_group, window,
+    GROUP: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, SOFTCAP: tl.constexpr, EVEN: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr, HAS_D_LSE: tl.constexpr,
+    TURN: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, HAS_D_LSE: tl.constexpr,
 ):  # fmt: skip
-    """dQ, DELTA and LSE2 (see delta_kernel) of one tile of queries; arguments as in the forward kernel."""
+    """dQ, DELTA and LSE2 (see delta_kernel) of one tile of queries; arguments as in the forward kernel.
+
+    TURN: Q was turned by RoPE, and dQ is that of Q before.
+    """
     tile, flat = longest_first(tl.program_id(0), tl.cdiv(n_q, BLOCK_Q), heads_a_group, CAUSAL)
     batch = flat // n_heads
     head = flat % n_heads
@@ -221,4 +230,7 @@ def queries_kernel(
                     q, d_out, lse, delta, K, V, batch, kv_head, n, d_q, lo, hi, cap_in, factor,
                     BLOCK_K, D, D_V, PART != 1, LOWER, SOFTCAP, UPCAST, PRECISION,
                 )  # fmt: skip
-    store_tile(D_Q, batch, head, m, d_q * scale, BLOCK_Q, D)
+    d_q = d_q * scale
+    if TURN:
+        d_q = turned_back(d_q, COS, SIN, m, n_q, half, BLOCK_Q, D)
+    store_tile(D_Q, batch, head, m, d_q, BLOCK_Q, D)

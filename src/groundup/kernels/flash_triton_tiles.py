@@ -1,4 +1,4 @@
-"""The parts that the attention kernels in Triton share: which keys a query sees, loading a tile, the softcap.
+"""The parts that the attention kernels in Triton share: which keys a query sees, loading a tile, RoPE, the softcap.
 
 Every mask here (causal, sliding window, documents) gives query i an interval of keys [lo(i), hi(i)), and both ends
 grow with i. So a tile of queries visits the tiles of keys between the first row's lo and the last row's hi, and those
@@ -93,6 +93,21 @@ def load_tile(X, batch, head, row, ROWS: tl.constexpr, WIDTH: tl.constexpr, UPCA
 def store_tile(X, batch, head, row, tile, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """The inverse of `load_tile`: rows and columns outside are not written."""
     X.store([batch, head, row, 0], tl.reshape(tile.to(X.dtype), [1, 1, ROWS, WIDTH]))
+
+
+@triton.jit
+def turned_back(x, COS, SIN, row, n_rows, half, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """x (ROWS, WIDTH) of positions `row` on with its pairs (2i, 2i + 1) turned by minus RoPE's angles.
+
+    Tables (n_rows, half) in float32. Neighbouring columns are a thread's own, so nothing moves between threads.
+    """
+    i = (row + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    pair = tl.arange(0, WIDTH // 2)[None, :]
+    inside = (i < n_rows) & (pair < half)
+    cos = tl.load(COS + i * half + pair, mask=inside, other=1.0)
+    sin = tl.load(SIN + i * half + pair, mask=inside, other=0.0)
+    even, odd = tl.split(tl.reshape(x, [ROWS, WIDTH // 2, 2]))
+    return tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), [ROWS, WIDTH])
 
 
 @triton.jit

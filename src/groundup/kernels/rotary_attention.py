@@ -1,10 +1,10 @@
 """Causal self-attention of one projection: q, k and v side by side, q and k turned by RoPE, then attention.
 
 Why one operator: the gradients of q, k and v belong side by side again, for one matrix product. Here the backward
-writes them there and turns them back in place; as operators of their own they would be copied together first (3 reads
-and 3 writes a layer), and the compiler's RoPE takes two launches each way. A projection that the caller gives away
-(`give`) is turned in place forward too: 2 reads and 2 writes. Any other is copied as it is turned, v moves along, and
-what is kept is one tensor either way.
+writes them there, turned back (by the plain kernels as they store them); as operators of their own they would be copied
+together first (3 reads and 3 writes a layer), and the compiler's RoPE takes two launches each way. A projection that
+the caller gives away (`give`) is turned in place forward: 2 reads and 2 writes. Any other is copied as it is turned, v
+moves along, and what is kept is one tensor either way.
 """
 
 from typing import Any
@@ -116,15 +116,16 @@ def backward_op(
     """The gradient of the projection; `qkv` is what attention saw."""
     grad = torch.empty_like(qkv, memory_format=torch.contiguous_format)
     (q, k, v), (d_q, d_k, d_v) = parts(qkv, n_heads), parts(grad, n_heads)
-    rule, sums, factor = rule_of(qkv, softcap), d_q, 1.0
-    if hopper and not deterministic and flash_hopper.pays(flash_hopper.BACKWARD_FROM, q, k):
-        sums, factor = flash_hopper.query_sums(d_out, None, q, k, v, out, lse, rule, (d_k, d_v)), rule.scale
+    rule = rule_of(qkv, softcap)
+    rotation = None if cos is None or sin is None else (cos, sin)
+    if not hopper or deterministic or not flash_hopper.pays(flash_hopper.BACKWARD_FROM, q, k):
+        flash_triton.attention_backward(d_out, None, q, k, v, out, lse, rule, (d_q, d_k, d_v), rotation)
+        return grad
+    sums = flash_hopper.query_sums(d_out, None, q, k, v, out, lse, rule, (d_k, d_v))
+    if rotation is not None:
+        turn_into((sums, d_k), (d_q, d_k), *rotation, back=True, factor=rule.scale)
     else:
-        flash_triton.attention_backward(d_out, None, q, k, v, out, lse, rule, (d_q, d_k, d_v))
-    if cos is not None and sin is not None:
-        turn_into((sums, d_k), (d_q, d_k), cos, sin, back=True, factor=factor)
-    elif sums is not d_q:
-        torch.mul(sums, factor, out=d_q)
+        torch.mul(sums, rule.scale, out=d_q)
     return grad
 
 
