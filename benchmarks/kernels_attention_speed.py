@@ -25,6 +25,7 @@ def flex(q, k, v, causal):
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, q.shape[2], k.shape[2], q.device.type)
+    torch._dynamo.reset()  # else the ninth shape and mode of a process runs uncompiled
     compiled = torch.compile(flex_attention, dynamic=False)
     return partial(compiled, q, k, v, block_mask=blocks if causal else None)
 

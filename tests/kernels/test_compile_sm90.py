@@ -291,6 +291,31 @@ def test_the_hopper_backward_s_mask(first: int):
         assert registers[:32] == [float(a <= 0) for a in apart]
 
 
+@pytest.mark.parametrize(("epilogue", "head"), [(0, 64), (1, 64), (1, 128), (2, 64)])
+def test_fused_products_stay_in_registers(epilogue: int, head: int):
+    """Of linear_hopper.py: with a residual, RoPE, SwiGLU."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from groundup.kernels.fused_linear import FIXED
+    from groundup.kernels.linear_hopper import linear_kernel
+
+    def tile(height):
+        return gluon_descriptor(gl.bfloat16, "bf16", height, 64)
+
+    types = dict.fromkeys(["m_tiles", "n_tiles", "steps", "seq", "turned"], "i32") | {"W": tile(128), "W_UP": tile(128)}
+    types |= dict.fromkeys(["X", "R", "OUT", "OUT_UP", "HIDDEN"], tile(64)) | {"COS": "*fp32", "SIN": "*fp32"}
+    constants = {"EPILOGUE": epilogue, "HEAD": head, **FIXED}
+    report = compile_kernel(linear_kernel, types, constants, GluonASTSource, num_warps=4)
+    assert report.shared <= SHARED_LIMIT
+    assert report.spills == 0
+    assert not report.serialized
+    # A layout that had to change would go through shared memory or between lanes, besides what is stored.
+    assert report.ptx.count("stmatrix") == (48 if epilogue == 2 else 32)
+    assert report.ptx.count("st.shared") <= 2
+    assert report.ptx.count("shfl") <= 1
+
+
 def test_element_wise_kernels_move_vectors():
     """A mask i < n lets vectors through only where the compiler knows that 16 divides n, which it is told by value."""
     from groundup.kernels.flash_triton_backward import scale_kernel

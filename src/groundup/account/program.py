@@ -120,27 +120,30 @@ def _silu(x: Tensor) -> Tensor:
 
 
 def _attention(model: Model, name: str, x: Tensor, mask: Tensor | None, rotation: list[Tensor]) -> Tensor:
-    config = model.config
     with x.tape.inside("attn"):
-        as_one = mask is None and model.setting.kernels == "triton" and not config.qk_norm
-        if as_one and config.d_head * (2 if x.tape.autocast else ITEMSIZE[x.dtype]) % 16 == 0:
-            qkv = _joined(model, name, x)
-            qkv = ops.view(qkv, (*x.shape[:2], config.n_heads + 2 * config.n_kv_heads, config.d_head))
-            together = ops.view(fused.rotary_attention(qkv, config.n_heads, turned=bool(rotation)), x.shape)
-            return _linear(model, together, model[f"{name}.output_proj.weight"], "output")
-        q, k, v = _project(model, name, x, joined=mask is not None or as_one)
-        q, k = _norm(model, f"{name}.q_norm", q), _norm(model, f"{name}.k_norm", k)
-        if rotation and model.setting.kernels == "triton":
-            q, k = fused.rope(q, k)
-        elif rotation:
-            q, k = _rotate(q, *rotation), _rotate(k, *rotation)
-        heads = fused.attention(q, k, v) if mask is None else _plain(config, q, k, v, mask, turned=bool(rotation))
-        batch, n_heads, seq, d_head = heads.shape
-        # The kernel's output lies as (batch, seq, heads, d_head); the plain one is copied, unless there is one head.
-        shape = (batch, seq, n_heads * d_head)
-        in_place = mask is None or n_heads == 1 or seq == 1
-        together = ops.view(heads, shape) if in_place else ops.clone(heads, shape)
-        return _linear(model, together, model[f"{name}.output_proj.weight"], "output")
+        heads = _heads(model, name, x, mask, rotation)
+        return _linear(model, heads, model[f"{name}.output_proj.weight"], "output")
+
+
+def _heads(model: Model, name: str, x: Tensor, mask: Tensor | None, rotation: list[Tensor]) -> Tensor:
+    config = model.config
+    as_one = mask is None and model.setting.kernels == "triton" and not config.qk_norm
+    if as_one and config.d_head * (2 if x.tape.autocast else ITEMSIZE[x.dtype]) % 16 == 0:
+        qkv = _joined(model, name, x)
+        qkv = ops.view(qkv, (*x.shape[:2], config.n_heads + 2 * config.n_kv_heads, config.d_head))
+        return ops.view(fused.rotary_attention(qkv, config.n_heads, turned=bool(rotation)), x.shape)
+    q, k, v = _project(model, name, x, joined=mask is not None or as_one)
+    q, k = _norm(model, f"{name}.q_norm", q), _norm(model, f"{name}.k_norm", k)
+    if rotation and model.setting.kernels == "triton":
+        q, k = fused.rope(q, k)
+    elif rotation:
+        q, k = _rotate(q, *rotation), _rotate(k, *rotation)
+    heads = fused.attention(q, k, v) if mask is None else _plain(config, q, k, v, mask, turned=bool(rotation))
+    batch, n_heads, seq, d_head = heads.shape
+    # The kernel's output lies as (batch, seq, heads, d_head); the plain one is copied, unless there is one head.
+    shape = (batch, seq, n_heads * d_head)
+    in_place = mask is None or n_heads == 1 or seq == 1
+    return ops.view(heads, shape) if in_place else ops.clone(heads, shape)
 
 
 def _plain(config: ModelConfig, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, turned: bool) -> Tensor:

@@ -9,11 +9,11 @@ from groundup.kernels.documents import document_ids
 from groundup.kernels.elementwise import rope, swiglu
 from groundup.kernels.flash_torch import FlashAttention
 from groundup.kernels.flash_triton import FlashAttentionTriton
-from groundup.kernels.linear import linear
+from groundup.kernels.linear import linear, swiglu_linear
 from groundup.kernels.linear_cross_entropy import linear_cross_entropy
 from groundup.kernels.newton_schulz import newton_schulz_gram
 from groundup.kernels.rms_norm import RMSNorm, RMSNormTriton, rms_norm
-from groundup.kernels.rotary_attention import rotary_attention
+from groundup.kernels.rotary_attention import projected_attention, rotary_attention
 
 __all__ = [
     "FlashAttention",
@@ -26,8 +26,10 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "newton_schulz_gram",
+    "projected_attention",
     "rms_norm",
     "rope",
     "rotary_attention",
     "swiglu",
+    "swiglu_linear",
 ]

@@ -199,8 +199,8 @@ def attention_backward(
     d_q, d_k, d_value = into or (rows_first(*x.shape, like=x) for x in (q, k, v))
     fixed = constants(rule, q, k, v)
     fixed["TURN"] = rotation is not None
-    # The tables and their width; without RoPE something to point at.
-    tables = (lse, lse, 0) if rotation is None else (*(x.contiguous() for x in rotation), d // 2)
+    cos, sin = rotation or (lse, lse)  # without RoPE something to point at
+    tables = cos.contiguous(), sin.contiguous(), d // 2
     rows = launch_queries((q, k, v, d_out), out, (lse, d_lse), d_q, rule, tables, fixed)
     launch_keys((q, k, v, d_out), (d_k, d_value), rows, rule, tables, fixed)
     return trimmed(d_q, d), trimmed(d_k, d), trimmed(d_value, d_v)

@@ -19,6 +19,26 @@ from groundup.kernels.attention import attention, autocast, check, pick
 from groundup.kernels.backend import fit
 from groundup.kernels.elementwise import rope, turn_into
 from groundup.kernels.flash_triton import Rule, rows_first
+from groundup.kernels.linear import linear, turned_linear
+
+
+def projected_attention(
+    x: Float[Tensor, "batch seq d_in"],
+    weight: Float[Tensor, "heads_d d_in"],
+    rotation: tuple[Tensor, Tensor] | None,
+    n_heads: int,
+    d_head: int,
+    **options: Any,
+) -> Float[Tensor, "batch seq n_heads d"]:
+    """rotary_attention of x Wᵀ, RoPE in the product's kernel where there is one; `options` are rotary_attention's."""
+    kernels = options.get("backend", "auto") in ("auto", "flash-triton", "flash-hopper")
+    if rotation is not None and kernels:
+        n_turned = (len(weight) // d_head + n_heads) // 2 * d_head
+        qkv = turned_linear(x, weight, rotation, n_turned)
+        if qkv is not None:
+            return rotary_attention(qkv.unflatten(-1, (-1, d_head)), rotation, n_heads, **options, turned=True)
+    qkv = linear(x, weight).unflatten(-1, (-1, d_head))
+    return rotary_attention(qkv, rotation, n_heads, **options, give=True)
 
 
 def rotary_attention(
@@ -30,12 +50,14 @@ def rotary_attention(
     backend: str = "auto",
     deterministic: bool = True,
     give: bool = False,
+    turned: bool = False,
 ) -> Float[Tensor, "batch seq n_heads d"]:
     """Causal attention of n_heads query heads, then the key heads, then as many value heads, in qkv's type.
 
     `rotation`: cos and sin, each (seq, d / 2) float32; None: no RoPE. `give`: qkv may be overwritten; it must be fresh
-    from a product, which keeps its inputs alone (as a checkpointing policy that saves products does not). The rest is
-    attention()'s. Raises UserError when shapes do not fit.
+    from a product, which keeps its inputs alone (as a checkpointing policy that saves products does not). `turned`: q
+    and k come turned (turned_linear), for the kernels alone; the gradient is that of before. The rest is attention()'s.
+    Raises UserError when shapes do not fit.
     """
     (qkv,) = autocast(qkv)
     cos, sin = rotation or (None, None)
@@ -50,11 +72,12 @@ def rotary_attention(
     chosen = pick(backend, (q, k, v), True, not softcap, not softcap, deterministic)
     # A head's row must start on 16 bytes, or the gradients could not be written where they belong.
     if chosen in ("flash-triton", "flash-hopper") and q.shape[-1] * q.itemsize % 16 == 0 and qkv.numel():
-        give = give and cos is not None and qkv.stride(-1) == 1
-        if give:
+        give = turned or (give and cos is not None and qkv.stride(-1) == 1)
+        if give and not turned:
             turn_op(qkv.detach(), cos, sin, n_heads)  # autograd's mind is on forward_op alone, which knows of it
         flags = (softcap, chosen == "flash-hopper", deterministic, give)
         return forward_op(qkv, cos, sin, n_heads, *flags)[0].transpose(1, 2)
+    assert not turned, "turned_linear is for devices that have the kernels"
     if cos is not None and sin is not None:
         q, k = rope(q, k, cos, sin)
     return attention(q, k, v, softcap=softcap, backend=backend, deterministic=deterministic).transpose(1, 2)
@@ -85,7 +108,7 @@ def forward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Output (batch, n_heads, seq, d), logsumexp, and qkv with q and k turned (empty without RoPE).
 
-    `given`: turn_op has turned qkv already. The gradient is that of the projection before it was turned.
+    `given`: qkv has been turned already. The gradient is that of the projection before it was turned.
     """
     turned = qkv.new_empty(0)
     q, k, v = parts(qkv, n_heads)

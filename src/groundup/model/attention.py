@@ -98,10 +98,21 @@ class MultiHeadSelfAttention(nn.Module):
         rotation: Rotation | None = None,
         cache: Cache | None = None,
         layer: int = 0,
+        residual: Float[Tensor, "batch seq d_model"] | None = None,
     ) -> Float[Tensor, "batch seq d_model"]:
-        """`mask` None: causal, and the kernels of ModelConfig.attention do it; a mask means the plain path."""
+        """`mask` None: causal, and the kernels of ModelConfig.attention do it; a mask means the plain path.
+
+        `residual` is added to the output.
+        """
+        # In a frame of its own: what only the heads needed is not held beside the product.
+        return self.output_proj(self._heads(x, mask, rotation, cache, layer), residual)
+
+    def _heads(
+        self, x: Tensor, mask: Tensor | None, rotation: Rotation | None, cache: Cache | None, layer: int
+    ) -> Float[Tensor, "batch seq d_heads"]:
+        """What every head read, side by side."""
         if mask is None and cache is None and self._as_one(x, rotation):
-            return self.output_proj(self._rotary(x, rotation).flatten(-2))
+            return self._rotary(x, rotation).flatten(-2)
         q, k, v = self._project(x, joined=mask is not None and cache is None)
         if self.variant.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -110,7 +121,7 @@ class MultiHeadSelfAttention(nn.Module):
         if cache is not None:
             k, v = cache.append(layer, k, v)
         heads = self._plain(q, k, v, mask) if mask is not None else fused.attention(q, k, v, **self.kernel_options)
-        return self.output_proj(heads.transpose(1, 2).flatten(-2))
+        return heads.transpose(1, 2).flatten(-2)
 
     def _as_one(self, x: Tensor, rotation: Rotation | None) -> bool:
         """Whether one operator takes the projection, RoPE and attention: nothing lies between them."""
@@ -118,8 +129,8 @@ class MultiHeadSelfAttention(nn.Module):
         return not self.variant.qk_norm and one_table and use_kernel(self.variant.kernels, x)
 
     def _rotary(self, x: Tensor, rotation: Rotation | None) -> Float[Tensor, "batch seq n_heads d_head"]:
-        qkv = joined_product(x, self.q_proj, self.k_proj, self.v_proj).unflatten(-1, (-1, self.d_head))
-        return fused.rotary_attention(qkv, rotation, self.n_heads, **self.kernel_options, give=True)
+        weight = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
+        return fused.projected_attention(x, weight, rotation, self.n_heads, self.d_head, **self.kernel_options)
 
     def _plain(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Float[Tensor, "batch n_heads seq d_head"]:
         if self.n_kv_heads < self.n_heads:

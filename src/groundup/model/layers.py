@@ -33,9 +33,13 @@ def joined_product(x: Float[Tensor, "... d_in"], *layers: "Linear") -> Float[Ten
     return product(x, torch.cat(weights), layers[0].kernels)
 
 
-def product(x: Float[Tensor, "... d_in"], weight: Float[Tensor, "d_out d_in"], kernels: str) -> Tensor:
-    """x Wᵀ: (..., d_out)."""
-    return fused.linear(x, weight) if use_kernel(kernels, x) else x @ weight.T
+def product(
+    x: Float[Tensor, "... d_in"], weight: Float[Tensor, "d_out d_in"], kernels: str, residual: Tensor | None = None
+) -> Tensor:
+    """x Wᵀ, plus `residual`: (..., d_out)."""
+    if use_kernel(kernels, x):
+        return fused.linear(x, weight, residual)
+    return x @ weight.T if residual is None else residual + x @ weight.T
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
@@ -68,8 +72,8 @@ class Linear(nn.Module):
         d_out, d_in = self.weight.shape
         truncated_normal_(self.weight, sqrt(2 / (d_in + d_out)), generator)
 
-    def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
-        return product(x, self.weight, self.kernels)
+    def forward(self, x: Float[Tensor, "... d_in"], residual: Tensor | None = None) -> Float[Tensor, "... d_out"]:
+        return product(x, self.weight, self.kernels, residual)
 
 
 class Embedding(nn.Module):
@@ -122,10 +126,11 @@ class SwiGLU(nn.Module):
         self.w2 = Linear(d_ff, d_model, kernels)
         self.w3 = Linear(d_model, d_ff, kernels)
 
-    def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
+    def forward(self, x: Float[Tensor, "... d_model"], residual: Tensor | None = None) -> Float[Tensor, "... d_model"]:
         if torch.is_grad_enabled() and use_kernel(self.kernels, x):
-            return self.w2(fused.swiglu(joined_product(x, self.w1, self.w3), backend=self.kernels))
-        return self.w2(silu(self.w1(x)) * self.w3(x))
+            hidden = fused.swiglu_linear(x, torch.cat([self.w1.weight, self.w3.weight]), self.kernels)
+            return self.w2(hidden, residual)
+        return self.w2(silu(self.w1(x)) * self.w3(x), residual)
 
 
 class FeedForward(nn.Module):
@@ -137,8 +142,8 @@ class FeedForward(nn.Module):
         self.w1 = Linear(d_model, d_ff, kernels)
         self.w2 = Linear(d_ff, d_model, kernels)
 
-    def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
-        return self.w2(self.activation(self.w1(x)))
+    def forward(self, x: Float[Tensor, "... d_model"], residual: Tensor | None = None) -> Float[Tensor, "... d_model"]:
+        return self.w2(self.activation(self.w1(x)), residual)
 
 
 def feed_forward(kind: str, d_model: int, d_ff: int, kernels: str = "reference") -> SwiGLU | FeedForward:

@@ -35,7 +35,7 @@ class Head(Linear):
         super().__init__(d_model, vocab_size, kernels)
         self.softcap = softcap
 
-    def forward(
+    def forward(  # pyrefly: ignore[bad-override]
         self,
         x: Float[Tensor, "... d_model"],
         targets: Int[Tensor, "..."] | None = None,

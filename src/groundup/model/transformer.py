@@ -40,10 +40,10 @@ class TransformerBlock(nn.Module):
         layer: int = 0,
     ) -> Float[Tensor, "batch seq d_model"]:
         if self.post:
-            x = self.ln1(x + self.attn(x, mask, rotation, cache, layer))
-            return self.ln2(x + self.ffn(x))
-        x = x + self.attn(self.ln1(x), mask, rotation, cache, layer)
-        return x + self.ffn(self.ln2(x))
+            x = self.ln1(self.attn(x, mask, rotation, cache, layer, residual=x))
+            return self.ln2(self.ffn(x, x))
+        x = self.attn(self.ln1(x), mask, rotation, cache, layer, residual=x)
+        return self.ffn(self.ln2(x), x)
 
 
 def residual_type(x: Tensor) -> Tensor:

@@ -1,0 +1,177 @@
+"""Products X Wᵀ of a training step on Hopper, with what follows them done by the same kernel.
+
+A residual added, q and k turned by RoPE, or SwiGLU: each by itself reads and writes the whole product once more, which
+is a quarter of what a layer's four products take forward. As operators without gradients; linear.py has those. The
+kernel (linear_hopper.py) is Gluon for Triton 3.6 alone: it runs after a small product of its kind came out right on the
+device, and in its place PyTorch does the same in two steps.
+"""
+
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from groundup.kernels import flash_hopper
+from groundup.kernels.backend import launch, n_multiprocessors, note_fallback
+from groundup.kernels.elementwise import swiglu, turned
+
+FIXED = {"STAGES": 4, "SLOTS": 2, "GROUP": 8, "LEAD": 2, "REGISTERS": 240, "PRODUCER_REGISTERS": 24}
+"""Compile-time arguments, the best of those measured on an H200."""
+RESIDUAL, ROPE, SWIGLU = range(3)
+
+
+def takes(x: Float[Tensor, "... d_in"], weight: Float[Tensor, "d_out d_in"]) -> bool:
+    """Whether the kernel can compute x Wᵀ, with the weight cast to x's type: bf16 on Hopper, whole tiles of rows."""
+    rows, (d_out, d_in) = prod(x.shape[:-1]), weight.shape
+    shapes = rows > 0 and rows % 128 == 0 and d_in % 8 == 0 and d_in > 64 * FIXED["STAGES"] and d_out % 16 == 0
+    if not x.is_cuda or x.dtype != torch.bfloat16 or not shapes or rows * d_out >= 1 << 31:
+        return False
+    return weight.dtype in (torch.float32, torch.bfloat16) and not flash_hopper.device_obstacle(x.device.index or 0)
+
+
+@torch.library.custom_op("groundup::residual_linear", mutates_args=())
+def residual_op(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    """x Wᵀ + residual, all bf16."""
+    if not proven(x.device, "residual_linear"):
+        return residual + x @ weight.T
+    out = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    residual = residual.contiguous().view(-1, residual.shape[-1])
+    run(x, weight, weight, out.view_as(residual), RESIDUAL, residual=residual)
+    return out
+
+
+@residual_op.register_fake
+def _(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    return torch.empty_like(residual, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("groundup::turned_linear", mutates_args=())
+def turned_op(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, n_turned: int) -> Tensor:
+    """x (batch, seq, d_in) Wᵀ, the pairs of its first `n_turned` columns turned as elementwise.rope does.
+
+    cos, sin: (seq, d / 2) float32 for heads of d = 64 or 128 columns.
+    """
+    if not proven(x.device, "turned_linear", 2 * cos.shape[1]):
+        out = x @ weight.T
+        heads = out[..., :n_turned].unflatten(-1, (-1, 2 * cos.shape[1])).transpose(-2, -3)
+        out[..., :n_turned] = turned(heads, cos, sin).transpose(-2, -3).flatten(-2)
+        return out
+    out = x.new_empty(*x.shape[:-1], len(weight))
+    tables = cos.contiguous(), sin.contiguous()
+    run(x, weight, weight, out.view(-1, len(weight)), ROPE, tables=tables, n_turned=n_turned)
+    return out
+
+
+@turned_op.register_fake
+def _(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, n_turned: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight))
+
+
+@torch.library.custom_op("groundup::swiglu_linear", mutates_args=())
+def swiglu_op(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(x Wᵀ, silu(gate) ∘ up) of its halves; W (2 d_ff, d_in): the gate's rows, then the up rows."""
+    if not proven(x.device, "swiglu_linear"):
+        gate_up = x @ weight.T
+        return gate_up, swiglu(gate_up)
+    width = len(weight) // 2
+    gate_up, hidden = (x.new_empty(*x.shape[:-1], n) for n in (2 * width, width))
+    gate, up = gate_up.view(-1, 2 * width).split(width, dim=1)
+    run(x, weight[:width], weight[width:], gate, SWIGLU, out_up=up, hidden=hidden.view(-1, width))
+    return gate_up, hidden
+
+
+@swiglu_op.register_fake
+def _(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    shape = x.shape[:-1]
+    return x.new_empty(*shape, len(weight)), x.new_empty(*shape, len(weight) // 2)
+
+
+def run(
+    x: Tensor, weight: Tensor, weight_up: Tensor, out: Tensor, epilogue: int, residual: Tensor | None = None,
+    tables: tuple[Tensor, Tensor] | None = None, n_turned: int = 0, out_up: Tensor | None = None,
+    hidden: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Launch the kernel; outputs and the residual are (rows, columns)."""
+    from groundup.kernels.linear_hopper import BN, linear_kernel
+
+    x, weight, weight_up = x.reshape(-1, x.shape[-1]), readable(weight), readable(weight_up)
+    (rows, d_in), columns = x.shape, out.shape[1]
+    m_tiles, n_tiles = -(-rows // 128), -(-columns // (BN.value // 2 if hidden is not None else BN.value))
+    stored, (cos, sin) = describe(out, 64), tables or (x, x)  # what an epilogue does not use is not looked at
+    launch(x, linear_kernel, min(m_tiles * n_tiles, n_multiprocessors(x.device)),
+        describe(readable(x), 64), describe(weight, 128), describe(weight_up, 128),
+        stored if residual is None else describe(readable(residual), 64), stored,
+        stored if out_up is None else describe(out_up, 64), stored if hidden is None else describe(hidden, 64),
+        cos, sin, m_tiles, n_tiles, -(-d_in // 64), 1 if tables is None else len(cos), n_turned,
+        EPILOGUE=epilogue, HEAD=64 if tables is None else 2 * cos.shape[1], **FIXED, num_warps=4,
+    )  # fmt: skip
+
+
+def readable(x: Float[Tensor, "rows columns"]) -> Tensor:
+    """`x`, copied where the copy engine cannot read its rows: they start on 16 bytes."""
+    rows, columns = x.stride()
+    even = columns == 1 and rows >= x.shape[1] and rows % 8 == 0 and x.data_ptr() % 16 == 0
+    return x if even else x.clone(memory_format=torch.contiguous_format)
+
+
+def describe(x: Float[Tensor, "rows columns"], rows: int) -> Any:
+    """A descriptor of tiles (rows, 64)."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, 64], layout(rows))
+
+
+@cache
+def layout(rows: int) -> Any:
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout.get_default_for([rows, 64], gl.bfloat16)
+
+
+def proven(device: torch.device, what: str, head: int = 64) -> bool:
+    """Whether an operator's kernel came out right on this device; the check runs at first use.
+
+    A CUDA graph that is captured before keeps PyTorch's two steps.
+    """
+    key = (device, what, head)
+    if key not in _proof:
+        if torch.cuda.is_current_stream_capturing():
+            note_fallback(what, "not checked before this CUDA graph, which keeps two steps: run a step before capture")
+            return False
+        _proof[key] = True  # for the check itself
+        _proof[key] = prove(device, what, head)
+    return _proof[key]
+
+
+_proof: dict[tuple[torch.device, str, int], bool] = {}
+
+
+def prove(device: torch.device, what: str, head: int) -> bool:
+    """Compare an operator with float32 on 256 rows of 328, tails of columns included."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, generator=generator).bfloat16()
+
+    x, weight, residual = normal(2, 128, 328), normal(5 * head, 328) * 328**-0.5, normal(2, 128, 5 * head)
+    angle = torch.randn(128, head // 2, device=device, generator=generator)
+    cos, sin, wide = angle.cos(), angle.sin(), x.float() @ weight.float().T
+    try:
+        if what == "residual_linear":
+            pairs = [(residual_op(x, weight, residual), wide + residual)]
+        elif what == "turned_linear":
+            q = turned(wide[..., : 2 * head].unflatten(-1, (2, head)).transpose(1, 2), cos, sin)
+            expected = torch.cat([q.transpose(1, 2).flatten(-2), wide[..., 2 * head :]], -1)
+            pairs = [(turned_op(x, weight, cos, sin, 2 * head), expected)]
+        else:
+            pairs = [*zip(swiglu_op(x, weight), (wide, swiglu(wide, "torch")), strict=True)]
+        # Written so that NaN fails.
+        if all(float((a.float() - b).norm() / b.norm()) < 1e-2 for a, b in pairs):
+            return True
+        note_fallback(what, "wrong on a small check; using two steps")
+    except Exception as error:
+        note_fallback(what, f"{type(error).__name__} at its first use: {str(error)[:200]}; using two steps")
+    return False
