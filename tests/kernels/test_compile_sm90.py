@@ -316,6 +316,25 @@ def test_fused_products_stay_in_registers(epilogue: int, head: int):
     assert report.ptx.count("shfl") <= 1
 
 
+@pytest.mark.parametrize("d_ff", [2752, pytest.param(2048, marks=pytest.mark.slow)])
+def test_the_product_before_swiglu_s_backward(d_ff: int):
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from groundup.kernels.fused_linear import BACKWARD
+    from groundup.kernels.swiglu_backward_hopper import swiglu_backward_kernel
+
+    types = dict.fromkeys(["m", "tiles", "tile_columns", "steps"], "i32") | {"GATE_UP": "*i32", "GRAD": "*i32"}
+    types |= {"D_Y": gluon_descriptor(gl.bfloat16, "bf16", 64, 64), "W": gluon_descriptor(gl.bfloat16, "bf16", 64, 128)}
+    report = compile_kernel(swiglu_backward_kernel, types, {"F": d_ff, **BACKWARD}, GluonASTSource, num_warps=4)
+    assert report.shared <= SHARED_LIMIT
+    assert report.spills == 0
+    assert not report.serialized
+    # Gate, up and their gradients move 16 bytes a thread.
+    assert report.ptx.count("ld.global.") == report.ptx.count("ld.global.v4.b32")
+    assert report.ptx.count("st.global.") == report.ptx.count("st.global.v4.b32")
+
+
 def test_element_wise_kernels_move_vectors():
     """A mask i < n lets vectors through only where the compiler knows that 16 divides n, which it is told by value."""
     from groundup.kernels.flash_triton_backward import scale_kernel

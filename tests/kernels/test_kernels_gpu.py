@@ -5,7 +5,16 @@ import threading
 import pytest
 import torch
 
-from groundup.kernels import attention, linear_cross_entropy, rms_norm, rope, swiglu
+from groundup.kernels import (
+    attention,
+    fused_linear,
+    linear_cross_entropy,
+    rms_norm,
+    rope,
+    swiglu,
+    swiglu_feed_forward,
+)
+from groundup.kernels.linear import turned_linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -43,3 +52,44 @@ def test_a_device_that_is_not_the_current_one():
     with torch.cuda.device(0):
         for a, b in zip(gradients("cuda:1"), gradients("cuda:0"), strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(
+    torch.cuda.get_device_capability()[0] != 9 if torch.cuda.is_available() else True, reason="Hopper's"
+)
+@pytest.mark.parametrize(("rows", "d_model", "d_ff"), [(2, 328, 320), (7, 1024, 2752), (40, 768, 2048)])
+def test_products_with_what_follows_them_on_hopper(rows: int, d_model: int, d_ff: int):
+    """Several tiles a block and more steps than stages; tails of columns; twice the same bits."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", generator=generator).bfloat16()
+
+    def apart(ours: torch.Tensor, truth: torch.Tensor) -> float:
+        return float((ours.double() - truth).norm() / truth.norm())
+
+    x, below, flow = (normal(rows, 128, d_model) for _ in range(3))
+    widen, narrow = normal(2 * d_ff, d_model) * d_model**-0.5, normal(d_model, d_ff) * d_ff**-0.5
+    given = [t.requires_grad_() for t in (x, widen, narrow, below)]
+    wide = [t.detach().double().requires_grad_() for t in given]
+    gate, up = (wide[0] @ wide[1].T).chunk(2, -1)
+    truth = torch.nn.functional.silu(gate) * up @ wide[2].T + wide[3]
+    expected = torch.autograd.grad(truth, wide, flow.double())
+    runs = []
+    for _ in range(2):
+        out = swiglu_feed_forward(*given)
+        runs.append([out, *torch.autograd.grad(out, given, flow)])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    assert all(apart(a, b) < 8e-3 for a, b in zip(runs[0], [truth, *expected], strict=True))
+    for head in (64, 128):
+        weight, angle = normal(3 * head, d_model) * d_model**-0.5, torch.randn(128, head // 2, device="cuda")
+        turned = turned_linear(x, weight, (angle.cos(), angle.sin()), 2 * head)
+        assert turned is not None
+        plain = (x.double() @ weight.double().T).unflatten(-1, (3, head // 2, 2))
+        complex_angle = torch.polar(torch.ones_like(angle), angle).to(torch.complex128)
+        q = torch.view_as_real(torch.view_as_complex(plain) * complex_angle[:, None])
+        both = torch.cat([q[:, :, :2], plain[:, :, 2:]], 2).flatten(2)
+        assert apart(turned, both) < 3e-3
+    names = {name for _, name, _ in fused_linear._proof}
+    assert names == {"swiglu_linear", "residual_linear", "swiglu_linear_backward", "turned_linear"}
+    assert all(fused_linear._proof.values())

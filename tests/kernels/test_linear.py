@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from groundup.kernels import linear
+from groundup.kernels import fused_linear, linear, swiglu_feed_forward
+from groundup.kernels.linear import turned_linear
 
 
 def made(kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -68,3 +69,62 @@ def test_a_second_derivative_is_refused():
         out = linear(x, weight)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(out, weight, d_out, create_graph=True)
+
+
+def swiglu_backward(d_hidden: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+    """In place of the Triton kernel."""
+    (gate, up), d = (t.float() for t in gate_up.chunk(2, -1)), d_hidden.float()
+    s = torch.sigmoid(gate)
+    return torch.cat([d * up * s * (1 + gate * (1 - s)), d * gate * s], -1).to(gate_up.dtype)
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_products_with_what_follows_them(weights: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch):
+    """The operators' two steps in place of their kernels: the same numbers and gradients as in float64."""
+    monkeypatch.setattr(fused_linear, "takes", lambda *_: True)
+    monkeypatch.setattr(fused_linear, "proven", lambda *_: False)
+    monkeypatch.setattr(fused_linear, "swiglu_backward_op", swiglu_backward)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 24, 32), (40, 32), (2 * 48, 32), (32, 48), (2, 24, 40), (2, 24, 32)]
+    x, weight, widen, narrow, beside, below = (torch.randn(s, generator=generator) for s in shapes)
+    given = [t.to(weights).requires_grad_() for t in (weight / 6, widen / 6, narrow / 7)]
+    given += [t.bfloat16().requires_grad_() for t in (x, beside, below)]
+
+    def both(weight, widen, narrow, x, beside, below):
+        return linear(x, weight, beside), swiglu_feed_forward(x, widen, narrow, below)
+
+    function = torch.compile(both, backend="aot_eager", fullgraph=True) if compiled else both
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = function(*given)
+    wide = [t.detach().double().requires_grad_() for t in given]
+    weight, widen, narrow, x, beside, below = wide
+    gate, up = (x @ widen.T).chunk(2, -1)
+    truth = x @ weight.T + beside, torch.nn.functional.silu(gate) * up @ narrow.T + below
+    flows = [torch.randn(t.shape, generator=generator).bfloat16() for t in ours]
+    grads = torch.autograd.grad(ours, given, flows)
+    for g, t in zip(grads, given, strict=True):
+        assert g.dtype == t.dtype
+    for a, b in zip(
+        [*ours, *grads], [*truth, *torch.autograd.grad(truth, wide, [f.double() for f in flows])], strict=True
+    ):
+        assert (a.double() - b).norm() / b.norm() < 8e-3
+
+
+def test_a_product_turned_by_rope(monkeypatch: pytest.MonkeyPatch):
+    """Two heads of 64 are turned, one is not; the gradient that comes in is that of before."""
+    assert turned_linear(torch.ones(1, 8, 16), torch.ones(64, 16), (torch.ones(8, 32), torch.ones(8, 32)), 64) is None
+    monkeypatch.setattr(fused_linear, "takes", lambda *_: True)
+    monkeypatch.setattr(fused_linear, "proven", lambda *_: False)
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(s, generator=generator, requires_grad=True) for s in ((2, 8, 16), (192, 16)))
+    angle, flow = torch.randn(8, 32, generator=generator), torch.randn(2, 8, 192, generator=generator)
+    out = turned_linear(x, weight, (angle.cos(), angle.sin()), 128)
+    assert out is not None
+    pairs = torch.view_as_complex((x @ weight.T).unflatten(-1, (3, 32, 2)))
+    expected = torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)[:, None]).flatten(-3)
+    torch.testing.assert_close(out[..., :128], expected[..., :128])
+    torch.testing.assert_close(out[..., 128:], (x @ weight.T)[..., 128:])
+    ours, plain = (torch.autograd.grad(y, (x, weight), flow) for y in (out, x @ weight.T))
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b)

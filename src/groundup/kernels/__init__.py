@@ -9,7 +9,7 @@ from groundup.kernels.documents import document_ids
 from groundup.kernels.elementwise import rope, swiglu
 from groundup.kernels.flash_torch import FlashAttention
 from groundup.kernels.flash_triton import FlashAttentionTriton
-from groundup.kernels.linear import linear, swiglu_linear
+from groundup.kernels.linear import linear, swiglu_feed_forward
 from groundup.kernels.linear_cross_entropy import linear_cross_entropy
 from groundup.kernels.newton_schulz import newton_schulz_gram
 from groundup.kernels.rms_norm import RMSNorm, RMSNormTriton, rms_norm
@@ -31,5 +31,5 @@ __all__ = [
     "rope",
     "rotary_attention",
     "swiglu",
-    "swiglu_linear",
+    "swiglu_feed_forward",
 ]

@@ -1,9 +1,9 @@
 """Products X Wᵀ of a training step on Hopper, with what follows them done by the same kernel.
 
-A residual added, q and k turned by RoPE, or SwiGLU: each by itself reads and writes the whole product once more, which
-is a quarter of what a layer's four products take forward. As operators without gradients; linear.py has those. The
-kernel (linear_hopper.py) is Gluon for Triton 3.6 alone: it runs after a small product of its kind came out right on the
-device, and in its place PyTorch does the same in two steps.
+A residual added, q and k turned by RoPE, SwiGLU, or SwiGLU's backward: each by itself reads and writes the whole
+product once more, which is a quarter of what a layer's four products take forward. As operators without gradients;
+linear.py has those. The kernels (linear_hopper.py, swiglu_backward_hopper.py) are Gluon for Triton 3.6 alone: they run
+after a small product of their kind came out right on the device, and in their place PyTorch does the same in two steps.
 """
 
 from functools import cache
@@ -16,11 +16,12 @@ from torch import Tensor
 
 from groundup.kernels import flash_hopper
 from groundup.kernels.backend import launch, n_multiprocessors, note_fallback
-from groundup.kernels.elementwise import swiglu, turned
+from groundup.kernels.elementwise import swiglu, swiglu_backward_op, turned
 
 FIXED = {"STAGES": 4, "SLOTS": 2, "GROUP": 8, "LEAD": 2, "REGISTERS": 240, "PRODUCER_REGISTERS": 24}
 """Compile-time arguments, the best of those measured on an H200."""
 RESIDUAL, ROPE, SWIGLU = range(3)
+BACKWARD = {"STAGES": 3, "SLOTS": 4, "REGISTERS": 192, "HELPER_REGISTERS": 96, "PRODUCER_REGISTERS": 32}
 
 
 def takes(x: Float[Tensor, "... d_in"], weight: Float[Tensor, "d_out d_in"]) -> bool:
@@ -89,6 +90,29 @@ def _(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(*shape, len(weight)), x.new_empty(*shape, len(weight) // 2)
 
 
+@torch.library.custom_op("groundup::swiglu_linear_backward", mutates_args=())
+def swiglu_linear_backward_op(d_out: Tensor, weight: Tensor, gate_up: Tensor) -> Tensor:
+    """The gradient of gate_up (..., 2 d_ff) where SwiGLU of it was multiplied by Wᵀ; W (d_model, d_ff)."""
+    width, rows = weight.shape[1], prod(d_out.shape[:-1])
+    if width % 64 or rows % 64 or not proven(d_out.device, "swiglu_linear_backward"):
+        return swiglu_backward_op(d_out @ weight, gate_up)
+    from groundup.kernels.swiglu_backward_hopper import COLUMNS, ROWS, swiglu_backward_kernel
+
+    gate_up, d_out = gate_up.contiguous(), readable(d_out.reshape(rows, -1))
+    grad, tile_columns = torch.empty_like(gate_up), -(-width // COLUMNS.value)
+    tiles = -(-rows // ROWS.value) * tile_columns
+    launch(d_out, swiglu_backward_kernel, min(tiles, n_multiprocessors(d_out.device)),
+        describe(d_out, 64), describe(readable(weight), 64, 128), gate_up.view(torch.int32), grad.view(torch.int32),
+        rows, tiles, tile_columns, -(-d_out.shape[1] // 64), F=width, **BACKWARD, num_warps=4,
+    )  # fmt: skip
+    return grad
+
+
+@swiglu_linear_backward_op.register_fake
+def _(d_out: Tensor, weight: Tensor, gate_up: Tensor) -> Tensor:
+    return torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+
+
 def run(
     x: Tensor, weight: Tensor, weight_up: Tensor, out: Tensor, epilogue: int, residual: Tensor | None = None,
     tables: tuple[Tensor, Tensor] | None = None, n_turned: int = 0, out_up: Tensor | None = None,
@@ -117,18 +141,18 @@ def readable(x: Float[Tensor, "rows columns"]) -> Tensor:
     return x if even else x.clone(memory_format=torch.contiguous_format)
 
 
-def describe(x: Float[Tensor, "rows columns"], rows: int) -> Any:
-    """A descriptor of tiles (rows, 64)."""
+def describe(x: Float[Tensor, "rows columns"], rows: int, columns: int = 64) -> Any:
+    """A descriptor of tiles."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, 64], layout(rows))
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, columns], layout(rows, columns))
 
 
 @cache
-def layout(rows: int) -> Any:
+def layout(rows: int, columns: int) -> Any:
     from triton.experimental.gluon import language as gl
 
-    return gl.NVMMASharedLayout.get_default_for([rows, 64], gl.bfloat16)
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
 
 
 def proven(device: torch.device, what: str, head: int = 64) -> bool:
@@ -166,6 +190,10 @@ def prove(device: torch.device, what: str, head: int) -> bool:
             q = turned(wide[..., : 2 * head].unflatten(-1, (2, head)).transpose(1, 2), cos, sin)
             expected = torch.cat([q.transpose(1, 2).flatten(-2), wide[..., 2 * head :]], -1)
             pairs = [(turned_op(x, weight, cos, sin, 2 * head), expected)]
+        elif what == "swiglu_linear_backward":
+            d_out, weight, gate_up = normal(256, 328), normal(328, 320) * 328**-0.5, normal(256, 640)
+            expected = swiglu_backward_op(d_out @ weight, gate_up)
+            pairs = [(swiglu_linear_backward_op(d_out, weight, gate_up), expected.float())]
         else:
             pairs = [*zip(swiglu_op(x, weight), (wide, swiglu(wide, "torch")), strict=True)]
         # Written so that NaN fails.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from groundup.kernels import fused_linear
 from groundup.kernels.backend import FLOAT32_PRODUCT
-from groundup.kernels.elementwise import swiglu, swiglu_backward_op
+from groundup.kernels.elementwise import swiglu
 
 
 def linear(
@@ -33,14 +33,23 @@ def linear(
     return out if residual is None else residual + out
 
 
-def swiglu_linear(
-    x: Float[Tensor, "... d_in"], weight: Float[Tensor, "two_d_ff d_in"], backend: str = "auto"
-) -> Float[Tensor, "... d_ff"]:
-    """silu(gate) ∘ up of the halves of x Wᵀ. `backend`: swiglu's, where it is apart."""
-    half, _ = autocast(x, weight)
-    if backend != "torch" and fused_linear.takes(half, weight):
-        return _SwiGLULinear.apply(half, weight)
-    return swiglu(linear(x, weight), backend)
+def swiglu_feed_forward(
+    x: Float[Tensor, "... d_model"],
+    widen: Float[Tensor, "two_d_ff d_model"],
+    narrow: Float[Tensor, "d_model d_ff"],
+    residual: Float[Tensor, "... d_model"] | None = None,
+    backend: str = "auto",
+) -> Float[Tensor, "... d_model"]:
+    """(silu(gate) ∘ up) narrowᵀ, plus `residual`, where gate and up are the halves of x widenᵀ.
+
+    One operator, because SwiGLU's backward ends the product that narrow's gives it. `backend`: swiglu's, where it is
+    apart.
+    """
+    half, _ = autocast(x, widen)
+    fits = residual is not None and residual.dtype == half.dtype
+    if fits and fused_linear.takes(half, widen) and fused_linear.takes(half, narrow):
+        return _SwiGLUFeedForward.apply(half, widen, narrow, residual)
+    return linear(swiglu(linear(x, widen), backend), narrow, residual)
 
 
 def turned_linear(
@@ -82,15 +91,21 @@ def save(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
 
 def gradients(ctx: Any, d_out: Tensor, x: Tensor, half: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Of x and of the weight, from that of x Wᵀ."""
+    refuse_second_derivative()
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    d_weight = weight_gradient(d_out, x, ctx.weight_dtype) if needs_weight else None
+    return d_out @ half if needs_x else None, d_weight
+
+
+def weight_gradient(d_out: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """d_outᵀ x over all rows, summed in float32; `dtype`: float32 or theirs."""
+    rows, columns = d_out.reshape(-1, d_out.shape[-1]), x.reshape(-1, x.shape[-1])
+    return rows.T @ columns if dtype == x.dtype else float32_product(rows.T, columns)
+
+
+def refuse_second_derivative() -> None:
     if torch.is_grad_enabled():
         raise RuntimeError("linear under autocast has no second derivative; compute the product in float32 for that")
-    d_x = d_out @ half if ctx.needs_input_grad[0] else None
-    if not ctx.needs_input_grad[1]:
-        return d_x, None
-    rows, columns = d_out.reshape(-1, d_out.shape[-1]), x.reshape(-1, x.shape[-1])
-    if ctx.weight_dtype == half.dtype:
-        return d_x, rows.T @ columns
-    return d_x, float32_product(rows.T, columns)
 
 
 class _Linear(torch.autograd.Function):
@@ -129,17 +144,22 @@ class _TurnedLinear(torch.autograd.Function):
         return *gradients(ctx, grads[0], *ctx.saved_tensors), None, None, None
 
 
-class _SwiGLULinear(torch.autograd.Function):
-    """See swiglu_linear."""
+class _SwiGLUFeedForward(torch.autograd.Function):
+    """See swiglu_feed_forward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        half, ctx.weight_dtype = weight.to(x.dtype), weight.dtype
-        gate_up, hidden = fused_linear.swiglu_op(x, half)
-        ctx.save_for_backward(x, half, gate_up)
-        return hidden
+    def forward(ctx: Any, x: Tensor, widen: Tensor, narrow: Tensor, residual: Tensor) -> Tensor:
+        ctx.dtypes, widen, narrow = (widen.dtype, narrow.dtype), widen.to(x.dtype), narrow.to(x.dtype)
+        gate_up, hidden = fused_linear.swiglu_op(x, widen)
+        ctx.save_for_backward(x, widen, narrow, gate_up, hidden)
+        return fused_linear.residual_op(hidden, narrow, residual)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        x, half, gate_up = ctx.saved_tensors
-        return gradients(ctx, swiglu_backward_op(grads[0], gate_up), x, half)
+        refuse_second_derivative()
+        (d_out,), (x, widen, narrow, gate_up, hidden) = grads, ctx.saved_tensors
+        needs_x, needs_widen, needs_narrow, _ = ctx.needs_input_grad
+        d_narrow = weight_gradient(d_out, hidden, ctx.dtypes[1]) if needs_narrow else None
+        d_gate_up = fused_linear.swiglu_linear_backward_op(d_out, narrow, gate_up)
+        d_widen = weight_gradient(d_gate_up, x, ctx.dtypes[0]) if needs_widen else None
+        return d_gate_up @ widen if needs_x else None, d_widen, d_narrow, d_out

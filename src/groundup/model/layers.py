@@ -128,8 +128,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Float[Tensor, "... d_model"], residual: Tensor | None = None) -> Float[Tensor, "... d_model"]:
         if torch.is_grad_enabled() and use_kernel(self.kernels, x):
-            hidden = fused.swiglu_linear(x, torch.cat([self.w1.weight, self.w3.weight]), self.kernels)
-            return self.w2(hidden, residual)
+            widen = torch.cat([self.w1.weight, self.w3.weight])
+            return fused.swiglu_feed_forward(x, widen, self.w2.weight, residual, self.kernels)
         return self.w2(silu(self.w1(x)) * self.w3(x), residual)
 
 
