@@ -316,22 +316,6 @@ def test_fused_products_stay_in_registers(epilogue: int, head: int):
     assert report.ptx.count("shfl") <= 1
 
 
-def test_a_product_that_is_added_to_memory():
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    from groundup.kernels.fused_linear import SUM
-    from groundup.kernels.product_sum_hopper import product_sum_kernel
-
-    types = {"A": gluon_descriptor(gl.bfloat16, "bf16", 64, 64), "B": gluon_descriptor(gl.bfloat16, "bf16", 64, 256)}
-    types |= {"OUT": gluon_descriptor(gl.float32, "fp32", 64, 64)} | dict.fromkeys(["tiles", "n_tiles", "steps"], "i32")
-    report = compile_kernel(product_sum_kernel, types, dict(SUM), GluonASTSource, num_warps=4)
-    assert report.shared <= SHARED_LIMIT
-    assert report.spills == 0
-    assert not report.serialized
-    assert "cp.reduce.async.bulk.tensor" in report.ptx
-
-
 @pytest.mark.parametrize("d_ff", [2752, pytest.param(2048, marks=pytest.mark.slow)])
 def test_the_product_before_swiglu_s_backward(d_ff: int):
     from triton.experimental.gluon import language as gl

@@ -57,7 +57,7 @@ def test_a_device_that_is_not_the_current_one():
 @pytest.mark.skipif(
     torch.cuda.get_device_capability()[0] != 9 if torch.cuda.is_available() else True, reason="Hopper's"
 )
-@pytest.mark.parametrize(("rows", "d_model", "d_ff"), [(2, 336, 320), (7, 1024, 2752), (40, 768, 2048)])
+@pytest.mark.parametrize(("rows", "d_model", "d_ff"), [(2, 328, 320), (7, 1024, 2752), (40, 768, 2048)])
 def test_products_with_what_follows_them_on_hopper(rows: int, d_model: int, d_ff: int):
     """Several tiles a block and more steps than stages; tails of columns; twice the same bits."""
     generator = torch.Generator("cuda").manual_seed(0)
@@ -93,24 +93,3 @@ def test_products_with_what_follows_them_on_hopper(rows: int, d_model: int, d_ff
     names = {name for _, name, _ in fused_linear._proof}
     assert names == {"swiglu_linear", "residual_linear", "swiglu_linear_backward", "turned_linear"}
     assert all(fused_linear._proof.values())
-
-
-@pytest.mark.skipif(
-    torch.cuda.get_device_capability()[0] != 9 if torch.cuda.is_available() else True, reason="Hopper's"
-)
-@pytest.mark.parametrize(("k", "m", "n"), [(328, 200, 264), (768, 20_000, 1024)])
-def test_a_product_that_is_added_to_memory(k: int, m: int, n: int):
-    """Twice on top of what is there, a guard row behind; the same bits again."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    a, b = (torch.randn(k, s, device="cuda", generator=generator).bfloat16() for s in (m, n))
-    before = torch.randn(m + 1, n, device="cuda", generator=generator)
-    expected = before[:m].double() + 2 * (a.double().T @ b.double())
-    runs = []
-    for _ in range(2):
-        total = before.clone()
-        for _ in range(2):
-            assert fused_linear.add_transposed_product(total[:m], a, b)
-        assert torch.equal(total[m], before[m])
-        runs.append(total[:m])
-    assert torch.equal(*runs)
-    assert float((runs[0].double() - expected).norm() / expected.norm()) < 1e-5

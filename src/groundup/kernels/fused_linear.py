@@ -21,7 +21,6 @@ from groundup.kernels.elementwise import swiglu, swiglu_backward_op, turned
 FIXED = {"STAGES": 4, "SLOTS": 2, "GROUP": 8, "LEAD": 2, "REGISTERS": 240, "PRODUCER_REGISTERS": 24}
 """Compile-time arguments, the best of those measured on an H200."""
 RESIDUAL, ROPE, SWIGLU = range(3)
-SUM = {"STAGES": 4, "LEAD": 2, "REGISTERS": 240, "PRODUCER_REGISTERS": 24}
 BACKWARD = {"STAGES": 3, "SLOTS": 4, "REGISTERS": 192, "HELPER_REGISTERS": 96, "PRODUCER_REGISTERS": 32}
 
 
@@ -114,26 +113,6 @@ def _(d_out: Tensor, weight: Tensor, gate_up: Tensor) -> Tensor:
     return torch.empty_like(gate_up, memory_format=torch.contiguous_format)
 
 
-def add_transposed_product(total: Float[Tensor, "m n"], a: Float[Tensor, "k m"], b: Float[Tensor, "k n"]) -> bool:
-    """total += aᵀ b in float32, for a and b in bf16; False where the kernel cannot, and nothing is done."""
-    (k, m), n = a.shape, b.shape[1]
-    fits = total.is_cuda and total.dtype == torch.float32 and a.dtype == b.dtype == torch.bfloat16
-    # Memory that is added to must not be a copy.
-    if not fits or not total.is_contiguous() or k <= 64 * SUM["STAGES"] or m % 8 or n % 8:
-        return False
-    if flash_hopper.device_obstacle(a.device.index or 0) or not proven(a.device, "add_transposed_product"):
-        return False
-    from groundup.kernels.product_sum_hopper import BN, product_sum_kernel
-
-    n_tiles = -(-n // BN.value)
-    tiles = -(-m // 128) * n_tiles
-    launch(a, product_sum_kernel, min(tiles, n_multiprocessors(a.device)),
-        describe(readable(a), 64), describe(readable(b), 64, BN.value), describe(total, 64), tiles, n_tiles, -(-k // 64),
-        **SUM, num_warps=4,
-    )  # fmt: skip
-    return True
-
-
 def run(
     x: Tensor, weight: Tensor, weight_up: Tensor, out: Tensor, epilogue: int, residual: Tensor | None = None,
     tables: tuple[Tensor, Tensor] | None = None, n_turned: int = 0, out_up: Tensor | None = None,
@@ -166,15 +145,14 @@ def describe(x: Float[Tensor, "rows columns"], rows: int, columns: int = 64) -> 
     """A descriptor of tiles."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    shared = layout(rows, columns, x.dtype == torch.float32)
-    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, columns], shared)
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, columns], layout(rows, columns))
 
 
 @cache
-def layout(rows: int, columns: int, wide: bool) -> Any:
+def layout(rows: int, columns: int) -> Any:
     from triton.experimental.gluon import language as gl
 
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.float32 if wide else gl.bfloat16)
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
 
 
 def proven(device: torch.device, what: str, head: int = 64) -> bool:
@@ -212,11 +190,6 @@ def prove(device: torch.device, what: str, head: int) -> bool:
             q = turned(wide[..., : 2 * head].unflatten(-1, (2, head)).transpose(1, 2), cos, sin)
             expected = torch.cat([q.transpose(1, 2).flatten(-2), wide[..., 2 * head :]], -1)
             pairs = [(turned_op(x, weight, cos, sin, 2 * head), expected)]
-        elif what == "add_transposed_product":
-            a, b, total = normal(328, 200), normal(328, 264), torch.randn(200, 264, device=device, generator=generator)
-            expected = total + a.float().T @ b.float()
-            add_transposed_product(total, a, b)
-            pairs = [(total, expected)]
         elif what == "swiglu_linear_backward":
             d_out, weight, gate_up = normal(256, 328), normal(328, 320) * 328**-0.5, normal(256, 640)
             expected = swiglu_backward_op(d_out @ weight, gate_up)

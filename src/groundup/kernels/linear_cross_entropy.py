@@ -18,7 +18,6 @@ from torch import Tensor
 
 from groundup.kernels.attention import autocast
 from groundup.kernels.backend import FLOAT32_PRODUCT, at_least_float32, choose, fit, launch, wide_type
-from groundup.kernels.fused_linear import add_transposed_product
 
 IGNORE = -100
 """A target with this value counts neither in the loss nor in the number of valid tokens."""
@@ -152,8 +151,6 @@ def scale_in_place(x: Tensor, factor: Tensor, triton: bool) -> None:
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
     """total ← beta · total + aᵀ b with `total` in float32 at least and a, b as they are; beta 0 does not read it."""
-    if beta and add_transposed_product(total, a, b):
-        return
     if total.dtype == a.dtype:
         total.addmm_(a.T, b, beta=beta)
     elif total.is_cuda and FLOAT32_PRODUCT:
