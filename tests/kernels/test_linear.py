@@ -128,3 +128,18 @@ def test_a_product_turned_by_rope(monkeypatch: pytest.MonkeyPatch):
     ours, plain = (torch.autograd.grad(y, (x, weight), flow) for y in (out, x @ weight.T))
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", ["residual_op", "turned_op", "swiglu_op", "swiglu_linear_backward_op"])
+def test_operators_say_what_they_are(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Schema and shape rule against what they do."""
+    monkeypatch.setattr(fused_linear, "proven", lambda *_: False)
+    monkeypatch.setattr(fused_linear, "swiglu_backward_op", swiglu_backward)
+    x, weight = torch.randn(2, 8, 16), torch.randn(192, 16)
+    arguments = {
+        "residual_op": (x, weight, torch.randn(2, 8, 192)),
+        "turned_op": (x, weight, torch.rand(8, 32), torch.rand(8, 32), 128),
+        "swiglu_op": (x, weight),
+        "swiglu_linear_backward_op": (x, torch.randn(16, 96), torch.randn(2, 8, 192)),
+    }
+    torch.library.opcheck(getattr(fused_linear, name), arguments[name])
