@@ -21,14 +21,17 @@ from groundup.kernels.elementwise import swiglu, swiglu_backward_op, turned
 FIXED = {"STAGES": 4, "SLOTS": 2, "GROUP": 8, "LEAD": 2, "REGISTERS": 240, "PRODUCER_REGISTERS": 24}
 """Compile-time arguments, the best of those measured on an H200."""
 RESIDUAL, ROPE, SWIGLU = range(3)
+LEAST = 132 * 128 * 256
+"""Elements of a product that give every multiprocessor of an H200 a tile; cuBLAS cuts smaller ones along K."""
 BACKWARD = {"STAGES": 3, "SLOTS": 4, "REGISTERS": 192, "HELPER_REGISTERS": 96, "PRODUCER_REGISTERS": 32}
 
 
 def takes(x: Float[Tensor, "... d_in"], weight: Float[Tensor, "d_out d_in"]) -> bool:
-    """Whether the kernel can compute x Wᵀ, with the weight cast to x's type: bf16 on Hopper, whole tiles of rows."""
+    """Whether the kernel is for x Wᵀ, with the weight cast to x's type: bf16 on Hopper, whole tiles of rows, enough of
+    them."""
     rows, (d_out, d_in) = prod(x.shape[:-1]), weight.shape
     shapes = rows > 0 and rows % 128 == 0 and d_in % 8 == 0 and d_in > 64 * FIXED["STAGES"] and d_out % 16 == 0
-    if not x.is_cuda or x.dtype != torch.bfloat16 or not shapes or rows * d_out >= 1 << 31:
+    if not x.is_cuda or x.dtype != torch.bfloat16 or not shapes or not LEAST <= rows * d_out < 1 << 31:
         return False
     return weight.dtype in (torch.float32, torch.bfloat16) and not flash_hopper.device_obstacle(x.device.index or 0)
 
