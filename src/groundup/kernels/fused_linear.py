@@ -33,7 +33,8 @@ def takes(x: Float[Tensor, "... d_in"], weight: Float[Tensor, "d_out d_in"]) -> 
     shapes = rows > 0 and rows % 128 == 0 and d_in % 8 == 0 and d_in > 64 * FIXED["STAGES"] and d_out % 16 == 0
     if not x.is_cuda or x.dtype != torch.bfloat16 or not shapes or not LEAST <= rows * d_out < 1 << 31:
         return False
-    return weight.dtype in (torch.float32, torch.bfloat16) and not flash_hopper.device_obstacle(x.device.index or 0)
+    castable = weight.dtype == torch.float32 and torch.is_autocast_enabled("cuda")  # else two types are an error
+    return (weight.dtype == x.dtype or castable) and not flash_hopper.device_obstacle(x.device.index or 0)
 
 
 @torch.library.custom_op("groundup::residual_linear", mutates_args=())
