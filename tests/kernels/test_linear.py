@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from groundup.kernels import fused_linear, linear, swiglu_feed_forward
+from groundup.kernels.backend import agree, proven
 from groundup.kernels.linear import turned_linear
 
 
@@ -83,7 +84,7 @@ def swiglu_backward(d_hidden: torch.Tensor, gate_up: torch.Tensor) -> torch.Tens
 def test_products_with_what_follows_them(weights: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch):
     """The operators' two steps in place of their kernels: the same numbers and gradients as in float64."""
     monkeypatch.setattr(fused_linear, "takes", lambda *_: True)
-    monkeypatch.setattr(fused_linear, "proven", lambda *_: False)
+    monkeypatch.setattr(fused_linear, "right", lambda *_: False)
     monkeypatch.setattr(fused_linear, "swiglu_backward_op", swiglu_backward)
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 24, 32), (40, 32), (2 * 48, 32), (32, 48), (2, 24, 40), (2, 24, 32)]
@@ -115,7 +116,7 @@ def test_a_product_turned_by_rope(monkeypatch: pytest.MonkeyPatch):
     """Two heads of 64 are turned, one is not; the gradient that comes in is that of before."""
     assert turned_linear(torch.ones(1, 8, 16), torch.ones(64, 16), (torch.ones(8, 32), torch.ones(8, 32)), 64) is None
     monkeypatch.setattr(fused_linear, "takes", lambda *_: True)
-    monkeypatch.setattr(fused_linear, "proven", lambda *_: False)
+    monkeypatch.setattr(fused_linear, "right", lambda *_: False)
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(s, generator=generator, requires_grad=True) for s in ((2, 8, 16), (192, 16)))
     angle, flow = torch.randn(8, 32, generator=generator), torch.randn(2, 8, 192, generator=generator)
@@ -133,7 +134,7 @@ def test_a_product_turned_by_rope(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("name", ["residual_op", "turned_op", "swiglu_op", "swiglu_linear_backward_op"])
 def test_operators_say_what_they_are(name: str, monkeypatch: pytest.MonkeyPatch):
     """Schema and shape rule against what they do."""
-    monkeypatch.setattr(fused_linear, "proven", lambda *_: False)
+    monkeypatch.setattr(fused_linear, "right", lambda *_: False)
     monkeypatch.setattr(fused_linear, "swiglu_backward_op", swiglu_backward)
     x, weight = torch.randn(2, 8, 16), torch.randn(192, 16)
     arguments = {
@@ -143,3 +144,22 @@ def test_operators_say_what_they_are(name: str, monkeypatch: pytest.MonkeyPatch)
         "swiglu_linear_backward_op": (x, torch.randn(16, 96), torch.randn(2, 8, 192)),
     }
     torch.library.opcheck(getattr(fused_linear, name), arguments[name])
+
+
+def test_a_check_that_fails_is_said_once_and_kept(monkeypatch: pytest.MonkeyPatch):
+    def no() -> bool:
+        raise ValueError("no")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    proofs: dict[str, bool] = {}
+    with pytest.warns(UserWarning, match="kernel a: ValueError at its first use: no; using two steps"):
+        assert not proven(proofs, "a", "kernel a", "two steps", no)
+    with pytest.warns(UserWarning, match="kernel b: wrong on a small check; using two steps"):
+        assert not proven(proofs, "b", "kernel b", "two steps", lambda: False)
+    assert proven(proofs, "c", "kernel c", "two steps", lambda: proven(proofs, "c", "", "", lambda: False))
+    assert proofs == {"a": False, "b": False, "c": True}
+    assert not proven(proofs, "a", "kernel a", "two steps", lambda: True)
+    x = torch.randn(8)
+    assert agree(x.bfloat16(), x)
+    assert not agree(x * 1.1, x)
+    assert not agree(x * float("nan"), x)

@@ -86,6 +86,38 @@ def note_fallback(what: str, why: str) -> None:
     warnings.warn(f"{what}: {why}", stacklevel=4)
 
 
+def refuse_second_derivative(what: str, instead: str) -> None:
+    """Raise where a backward is to be differentiated itself: what it returns would count as a constant, silently."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"{what} has no second derivative; {instead}")
+
+
+def proven(proofs: dict[Any, bool], key: Any, what: str, instead: str, check: Callable[[], bool]) -> bool:
+    """Whether a kernel came out right on the small problem of `check`, which runs once for each `key`.
+
+    Where not, it is said once that `instead` runs; so it is in a CUDA graph that is captured before, for the check
+    would be recorded. Inside the check the kernel counts as right.
+    """
+    if key not in proofs:
+        if torch.cuda.is_current_stream_capturing():
+            note_fallback(what, f"not checked before this CUDA graph, which keeps {instead}: run a step before capture")
+            return False
+        proofs[key] = True
+        why = "wrong on a small check"
+        try:
+            proofs[key] = check()
+        except Exception as error:
+            proofs[key], why = False, f"{type(error).__name__} at its first use: {str(error)[:200]}"
+        if not proofs[key]:
+            note_fallback(what, f"{why}; using {instead}")
+    return proofs[key]
+
+
+def agree(a: Tensor, b: Tensor) -> bool:
+    """Whether a kernel's result is another's but for rounding to half precision. Written so that NaN fails."""
+    return float((a.float() - b.float()).norm() / b.float().norm()) < 1e-2
+
+
 def launch(x: Tensor, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
     """Start `programs` programs of a Triton kernel on the device of `x`; by itself Triton takes the current one."""
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():

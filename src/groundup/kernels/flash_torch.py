@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from groundup.kernels.backend import at_least_float32, wide_type
+from groundup.kernels.backend import at_least_float32, refuse_second_derivative, wide_type
 
 TILE_Q, TILE_K = 64, 64
 """Rows of queries and of keys in a tile. On a GPU a tile is what fits in shared memory; here any size is right."""
@@ -148,16 +148,10 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative()
+        refuse_second_derivative("FlashAttention", "use eager attention for a gradient of gradients")
         (d_out,) = grads
         lse, q, k, v, out = ctx.saved_tensors
         return *attention_backward(q, k, v, out, lse, d_out, None, ctx.is_causal), None
-
-
-def refuse_second_derivative() -> None:
-    """Raise where a backward is to be differentiated itself: what it returns would count as a constant, silently."""
-    if torch.is_grad_enabled():
-        raise RuntimeError("FlashAttention has no second derivative; use eager attention for a gradient of gradients")
 
 
 def flash_attention(

@@ -16,8 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from groundup.kernels.backend import INTERPRETING, decided_once, has_wgmma, launch, shared_memory
-from groundup.kernels.flash_torch import refuse_second_derivative
+from groundup.kernels.backend import (
+    INTERPRETING,
+    decided_once,
+    has_wgmma,
+    launch,
+    refuse_second_derivative,
+    shared_memory,
+)
 
 LOG2E = log2(e)
 L2_BYTES_FORWARD, L2_BYTES_BACKWARD = 32 << 20, 8 << 20
@@ -304,7 +310,7 @@ class FlashAttentionTriton(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative()
+        refuse_second_derivative("FlashAttention", "use eager attention for a gradient of gradients")
         (d_out,) = grads
         q, k, v, out, lse = (x[:, None] for x in ctx.saved_tensors)
         return *(g[:, 0] for g in attention_backward(d_out[:, None], None, q, k, v, out, lse, ctx.rule)), None

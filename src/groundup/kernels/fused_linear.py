@@ -6,17 +6,17 @@ linear.py has those. The kernels (linear_hopper.py, swiglu_backward_hopper.py) a
 after a small product of their kind came out right on the device, and in their place PyTorch does the same in two steps.
 """
 
-from functools import cache
 from math import prod
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from groundup.kernels import flash_hopper
-from groundup.kernels.backend import launch, n_multiprocessors, note_fallback
+from groundup.kernels.backend import agree, launch, n_multiprocessors, proven
 from groundup.kernels.elementwise import swiglu, swiglu_backward_op, turned
+from groundup.kernels.flash_hopper import describe
+from groundup.kernels.flash_triton import addressable
 
 FIXED = {"STAGES": 4, "SLOTS": 2, "GROUP": 8, "LEAD": 2, "REGISTERS": 240, "PRODUCER_REGISTERS": 24}
 """Compile-time arguments, the best of those measured on an H200."""
@@ -40,11 +40,11 @@ def takes(x: Float[Tensor, "... d_in"], weight: Float[Tensor, "d_out d_in"]) -> 
 @torch.library.custom_op("groundup::residual_linear", mutates_args=())
 def residual_op(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
     """x Wᵀ + residual, all bf16."""
-    if not proven(x.device, "residual_linear"):
+    if not right(x.device, "residual_linear"):
         return residual + x @ weight.T
     out = torch.empty_like(residual, memory_format=torch.contiguous_format)
     residual = residual.contiguous().view(-1, residual.shape[-1])
-    run(x, weight, weight, out.view_as(residual), RESIDUAL, residual=residual)
+    run(x, weight, out.view_as(residual), RESIDUAL, residual=residual)
     return out
 
 
@@ -59,14 +59,14 @@ def turned_op(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, n_turned: int
 
     cos, sin: (seq, d / 2) float32 for heads of d = 64 or 128 columns.
     """
-    if not proven(x.device, "turned_linear", 2 * cos.shape[1]):
+    if not right(x.device, "turned_linear", 2 * cos.shape[1]):
         out = x @ weight.T
         heads = out[..., :n_turned].unflatten(-1, (-1, 2 * cos.shape[1])).transpose(-2, -3)
         out[..., :n_turned] = turned(heads, cos, sin).transpose(-2, -3).flatten(-2)
         return out
     out = x.new_empty(*x.shape[:-1], len(weight))
     tables = cos.contiguous(), sin.contiguous()
-    run(x, weight, weight, out.view(-1, len(weight)), ROPE, tables=tables, n_turned=n_turned)
+    run(x, weight, out.view(-1, len(weight)), ROPE, tables=tables, n_turned=n_turned)
     return out
 
 
@@ -78,13 +78,13 @@ def _(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, n_turned: int) -> Ten
 @torch.library.custom_op("groundup::swiglu_linear", mutates_args=())
 def swiglu_op(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """(x Wᵀ, silu(gate) ∘ up) of its halves; W (2 d_ff, d_in): the gate's rows, then the up rows."""
-    if not proven(x.device, "swiglu_linear"):
+    if not right(x.device, "swiglu_linear"):
         gate_up = x @ weight.T
         return gate_up, swiglu(gate_up)
     width = len(weight) // 2
     gate_up, hidden = (x.new_empty(*x.shape[:-1], n) for n in (2 * width, width))
     gate, up = gate_up.view(-1, 2 * width).split(width, dim=1)
-    run(x, weight[:width], weight[width:], gate, SWIGLU, out_up=up, hidden=hidden.view(-1, width))
+    run(x, weight[:width], gate, SWIGLU, weight_up=weight[width:], out_up=up, hidden=hidden.view(-1, width))
     return gate_up, hidden
 
 
@@ -98,15 +98,16 @@ def _(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 def swiglu_linear_backward_op(d_out: Tensor, weight: Tensor, gate_up: Tensor) -> Tensor:
     """The gradient of gate_up (..., 2 d_ff) where SwiGLU of it was multiplied by Wᵀ; W (d_model, d_ff)."""
     width, rows = weight.shape[1], prod(d_out.shape[:-1])
-    if width % 64 or rows % 64 or not proven(d_out.device, "swiglu_linear_backward"):
+    if width % 64 or rows % 64 or not right(d_out.device, "swiglu_linear_backward"):
         return swiglu_backward_op(d_out @ weight, gate_up)
     from groundup.kernels.swiglu_backward_hopper import COLUMNS, ROWS, swiglu_backward_kernel
 
-    gate_up, d_out = gate_up.contiguous(), readable(d_out.reshape(rows, -1))
+    gate_up, d_out = gate_up.contiguous(), addressable(d_out.reshape(rows, -1))
     grad, tile_columns = torch.empty_like(gate_up), -(-width // COLUMNS.value)
     tiles = -(-rows // ROWS.value) * tile_columns
     launch(d_out, swiglu_backward_kernel, min(tiles, n_multiprocessors(d_out.device)),
-        describe(d_out, 64), describe(readable(weight), 64, 128), gate_up.view(torch.int32), grad.view(torch.int32),
+        describe(d_out, [64, 64]), describe(addressable(weight), [64, 128]),
+        gate_up.view(torch.int32), grad.view(torch.int32),
         rows, tiles, tile_columns, -(-d_out.shape[1] // 64), F=width, **BACKWARD, num_warps=4,
     )  # fmt: skip
     return grad
@@ -118,60 +119,32 @@ def _(d_out: Tensor, weight: Tensor, gate_up: Tensor) -> Tensor:
 
 
 def run(
-    x: Tensor, weight: Tensor, weight_up: Tensor, out: Tensor, epilogue: int, residual: Tensor | None = None,
-    tables: tuple[Tensor, Tensor] | None = None, n_turned: int = 0, out_up: Tensor | None = None,
-    hidden: Tensor | None = None,
+    x: Tensor, weight: Tensor, out: Tensor, epilogue: int, residual: Tensor | None = None,
+    tables: tuple[Tensor, Tensor] | None = None, n_turned: int = 0, weight_up: Tensor | None = None,
+    out_up: Tensor | None = None, hidden: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launch the kernel; outputs and the residual are (rows, columns)."""
     from groundup.kernels.linear_hopper import BN, linear_kernel
 
-    x, weight, weight_up = x.reshape(-1, x.shape[-1]), readable(weight), readable(weight_up)
+    x = addressable(x.reshape(-1, x.shape[-1]))
     (rows, d_in), columns = x.shape, out.shape[1]
     m_tiles, n_tiles = -(-rows // 128), -(-columns // (BN.value // 2 if hidden is not None else BN.value))
-    stored, (cos, sin) = describe(out, 64), tables or (x, x)  # what an epilogue does not use is not looked at
+    # What an epilogue does not use is not looked at.
+    multiplied, stored, (cos, sin) = describe(addressable(weight), [128, 64]), describe(out, [64, 64]), tables or (x, x)
     launch(x, linear_kernel, min(m_tiles * n_tiles, n_multiprocessors(x.device)),
-        describe(readable(x), 64), describe(weight, 128), describe(weight_up, 128),
-        stored if residual is None else describe(readable(residual), 64), stored,
-        stored if out_up is None else describe(out_up, 64), stored if hidden is None else describe(hidden, 64),
+        describe(x, [64, 64]), multiplied,
+        multiplied if weight_up is None else describe(addressable(weight_up), [128, 64]),
+        stored if residual is None else describe(addressable(residual), [64, 64]), stored,
+        stored if out_up is None else describe(out_up, [64, 64]),
+        stored if hidden is None else describe(hidden, [64, 64]),
         cos, sin, m_tiles, n_tiles, -(-d_in // 64), 1 if tables is None else len(cos), n_turned,
         EPILOGUE=epilogue, HEAD=64 if tables is None else 2 * cos.shape[1], **FIXED, num_warps=4,
     )  # fmt: skip
 
 
-def readable(x: Float[Tensor, "rows columns"]) -> Tensor:
-    """`x`, copied where the copy engine cannot read its rows: they start on 16 bytes."""
-    rows, columns = x.stride()
-    even = columns == 1 and rows >= x.shape[1] and rows % 8 == 0 and x.data_ptr() % 16 == 0
-    return x if even else x.clone(memory_format=torch.contiguous_format)
-
-
-def describe(x: Float[Tensor, "rows columns"], rows: int, columns: int = 64) -> Any:
-    """A descriptor of tiles."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, columns], layout(rows, columns))
-
-
-@cache
-def layout(rows: int, columns: int) -> Any:
-    from triton.experimental.gluon import language as gl
-
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
-
-
-def proven(device: torch.device, what: str, head: int = 64) -> bool:
-    """Whether an operator's kernel came out right on this device; the check runs at first use.
-
-    A CUDA graph that is captured before keeps PyTorch's two steps.
-    """
-    key = (device, what, head)
-    if key not in _proof:
-        if torch.cuda.is_current_stream_capturing():
-            note_fallback(what, "not checked before this CUDA graph, which keeps two steps: run a step before capture")
-            return False
-        _proof[key] = True  # for the check itself
-        _proof[key] = prove(device, what, head)
-    return _proof[key]
+def right(device: torch.device, what: str, head: int = 64) -> bool:
+    """Whether an operator's kernel came out right on this device; else PyTorch does the same in two steps."""
+    return proven(_proof, (device, what, head), what, "two steps", lambda: prove(device, what, head))
 
 
 _proof: dict[tuple[torch.device, str, int], bool] = {}
@@ -187,23 +160,16 @@ def prove(device: torch.device, what: str, head: int) -> bool:
     x, weight, residual = normal(2, 128, 328), normal(5 * head, 328) * 328**-0.5, normal(2, 128, 5 * head)
     angle = torch.randn(128, head // 2, device=device, generator=generator)
     cos, sin, wide = angle.cos(), angle.sin(), x.float() @ weight.float().T
-    try:
-        if what == "residual_linear":
-            pairs = [(residual_op(x, weight, residual), wide + residual)]
-        elif what == "turned_linear":
-            q = turned(wide[..., : 2 * head].unflatten(-1, (2, head)).transpose(1, 2), cos, sin)
-            expected = torch.cat([q.transpose(1, 2).flatten(-2), wide[..., 2 * head :]], -1)
-            pairs = [(turned_op(x, weight, cos, sin, 2 * head), expected)]
-        elif what == "swiglu_linear_backward":
-            d_out, weight, gate_up = normal(256, 328), normal(328, 320) * 328**-0.5, normal(256, 640)
-            expected = swiglu_backward_op(d_out @ weight, gate_up)
-            pairs = [(swiglu_linear_backward_op(d_out, weight, gate_up), expected.float())]
-        else:
-            pairs = [*zip(swiglu_op(x, weight), (wide, swiglu(wide, "torch")), strict=True)]
-        # Written so that NaN fails.
-        if all(float((a.float() - b).norm() / b.norm()) < 1e-2 for a, b in pairs):
-            return True
-        note_fallback(what, "wrong on a small check; using two steps")
-    except Exception as error:
-        note_fallback(what, f"{type(error).__name__} at its first use: {str(error)[:200]}; using two steps")
-    return False
+    if what == "residual_linear":
+        pairs = [(residual_op(x, weight, residual), wide + residual)]
+    elif what == "turned_linear":
+        q = turned(wide[..., : 2 * head].unflatten(-1, (2, head)).transpose(1, 2), cos, sin)
+        expected = torch.cat([q.transpose(1, 2).flatten(-2), wide[..., 2 * head :]], -1)
+        pairs = [(turned_op(x, weight, cos, sin, 2 * head), expected)]
+    elif what == "swiglu_linear_backward":
+        d_out, weight, gate_up = normal(256, 328), normal(328, 320) * 328**-0.5, normal(256, 640)
+        expected = swiglu_backward_op(d_out @ weight, gate_up)
+        pairs = [(swiglu_linear_backward_op(d_out, weight, gate_up), expected)]
+    else:
+        pairs = [*zip(swiglu_op(x, weight), (wide, swiglu(wide, "torch")), strict=True)]
+    return all(agree(a, b) for a, b in pairs)

@@ -15,8 +15,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from groundup.kernels import fused_linear
-from groundup.kernels.backend import FLOAT32_PRODUCT
+from groundup.kernels.backend import FLOAT32_PRODUCT, refuse_second_derivative
 from groundup.kernels.elementwise import swiglu
+
+SECOND = "linear under autocast", "compute the product in float32 for that"
+"""Of which no second derivative, and what to do instead."""
 
 
 def linear(
@@ -26,7 +29,7 @@ def linear(
 ) -> Float[Tensor, "... d_out"]:
     """x Wᵀ, plus `residual`, in autocast's type where that is on. A float32 weight gets a gradient that was never in
     half precision."""
-    x, mixed = autocast(x, weight)
+    x, mixed = autocast_for(x, weight)
     if residual is not None and residual.dtype == x.dtype and fused_linear.takes(x, weight):
         return _ResidualLinear.apply(x, weight, residual)
     out = _Linear.apply(x, weight) if mixed else x @ weight.T
@@ -45,7 +48,7 @@ def swiglu_feed_forward(
     One operator, because SwiGLU's backward ends the product that narrow's gives it. `backend`: swiglu's, where it is
     apart.
     """
-    half, _ = autocast(x, widen)
+    half, _ = autocast_for(x, widen)
     fits = residual is not None and residual.dtype == half.dtype
     if fits and fused_linear.takes(half, widen) and fused_linear.takes(half, narrow):
         return _SwiGLUFeedForward.apply(half, widen, narrow, residual)
@@ -60,14 +63,14 @@ def turned_linear(
 
     Its gradient must be handed in as that of x Wᵀ, turned back already (as rotary_attention makes it).
     """
-    x, _ = autocast(x, weight)
+    x, _ = autocast_for(x, weight)
     if 2 * rotation[0].shape[1] not in (64, 128) or not fused_linear.takes(x, weight):
         return None
     return _TurnedLinear.apply(x, weight, *rotation, n_turned)
 
 
-def autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, bool]:
-    """x in autocast's type, and whether that is on for a float32 weight."""
+def autocast_for(x: Tensor, weight: Tensor) -> tuple[Tensor, bool]:
+    """x in autocast's type where that is on for a float32 weight, and whether it is."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind) or weight.dtype != torch.float32 or x.dtype == torch.float64:
         return x, False
@@ -91,7 +94,7 @@ def save(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
 
 def gradients(ctx: Any, d_out: Tensor, x: Tensor, half: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Of x and of the weight, from that of x Wᵀ."""
-    refuse_second_derivative()
+    refuse_second_derivative(*SECOND)
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     d_weight = weight_gradient(d_out, x, ctx.weight_dtype) if needs_weight else None
     return d_out @ half if needs_x else None, d_weight
@@ -101,11 +104,6 @@ def weight_gradient(d_out: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """d_outᵀ x over all rows, summed in float32; `dtype`: float32 or theirs."""
     rows, columns = d_out.reshape(-1, d_out.shape[-1]), x.reshape(-1, x.shape[-1])
     return rows.T @ columns if dtype == x.dtype else float32_product(rows.T, columns)
-
-
-def refuse_second_derivative() -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError("linear under autocast has no second derivative; compute the product in float32 for that")
 
 
 class _Linear(torch.autograd.Function):
@@ -156,7 +154,7 @@ class _SwiGLUFeedForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative()
+        refuse_second_derivative(*SECOND)
         (d_out,), (x, widen, narrow, gate_up, hidden) = grads, ctx.saved_tensors
         needs_x, needs_widen, needs_narrow, _ = ctx.needs_input_grad
         d_narrow = weight_gradient(d_out, hidden, ctx.dtypes[1]) if needs_narrow else None

@@ -17,7 +17,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from groundup.kernels.attention import autocast
-from groundup.kernels.backend import FLOAT32_PRODUCT, at_least_float32, choose, fit, launch, wide_type
+from groundup.kernels.backend import (
+    FLOAT32_PRODUCT,
+    at_least_float32,
+    choose,
+    fit,
+    launch,
+    refuse_second_derivative,
+    wide_type,
+)
 
 IGNORE = -100
 """A target with this value counts neither in the loss nor in the number of valid tokens."""
@@ -238,8 +246,7 @@ def _differentiate(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None,
 
     Where the graph is kept, copies are scaled: what is handed out must not change at the next backward.
     """
-    if torch.is_grad_enabled():
-        raise RuntimeError("linear_cross_entropy has no second derivative; compute the logits for that")
+    refuse_second_derivative("linear_cross_entropy", "compute the logits for that")
     d_x, d_weight, n_valid = ctx.saved_tensors
     factor = d_loss if divides_early(d_x.dtype) else d_loss / n_valid
     # Being traced counts as kept: a graph has no in-place steps, and its compiler reuses dead memory by itself.

@@ -119,17 +119,14 @@ def halves(x):
 
 @gluon.jit
 def pieces(x):
-    """x (64, 64, 128 or 256) as a tuple of 64 × 64."""
-    if x.shape[1] == 64:
-        return (x,)
+    """x (64, 128 or 256) as a tuple of 64 × 64."""
+    left, right = halves(x)
+    if x.shape[1] == 128:
+        return left, right
     else:
-        left, right = halves(x)
-        if x.shape[1] == 128:
-            return left, right
-        else:
-            a, b = halves(left)
-            c, d = halves(right)
-            return a, b, c, d
+        a, b = halves(left)
+        c, d = halves(right)
+        return a, b, c, d
 
 
 @gluon.jit

@@ -72,10 +72,10 @@ def rotary_attention(
     chosen = pick(backend, (q, k, v), True, not softcap, not softcap, deterministic)
     # A head's row must start on 16 bytes, or the gradients could not be written where they belong.
     if chosen in ("flash-triton", "flash-hopper") and q.shape[-1] * q.itemsize % 16 == 0 and qkv.numel():
-        give = turned or (give and cos is not None and qkv.stride(-1) == 1)
-        if give and not turned:
+        if give and cos is not None and qkv.stride(-1) == 1:
             turn_op(qkv.detach(), cos, sin, n_heads)  # autograd's mind is on forward_op alone, which knows of it
-        flags = (softcap, chosen == "flash-hopper", deterministic, give)
+            turned = True
+        flags = (softcap, chosen == "flash-hopper", deterministic, turned)
         return forward_op(qkv, cos, sin, n_heads, *flags)[0].transpose(1, 2)
     assert not turned, "turned_linear is for devices that have the kernels"
     if cos is not None and sin is not None:
