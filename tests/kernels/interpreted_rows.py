@@ -1,11 +1,15 @@
 """Run by test_interpreted.py: RMSNorm and linear cross entropy in Triton against float64."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
 from groundup.kernels import adamw_step, linear_cross_entropy, rms_norm
 from groundup.kernels.linear_cross_entropy import rows_in_place, scale_in_place
 from groundup.kernels.rms_norm import forward_op
+
+chunks = import_module("groundup.kernels.linear_cross_entropy")
 
 
 def apart(ours: torch.Tensor, truth: torch.Tensor) -> float:
@@ -110,6 +114,27 @@ def test_linear_cross_entropy_equals_the_plain_chunks(vocab: int, z_loss: float,
         found.append([loss, *torch.autograd.grad(loss, (x, head))])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "vocab", "z_loss", "softcap"),
+    [(torch.bfloat16, 112, 0.0, 0.0), (torch.bfloat16, 57, 1e-2, 3.0), (torch.float16, 112, 0.0, 0.0)],
+)
+def test_the_opening_chunk_equals_the_others(monkeypatch, dtype, vocab: int, z_loss: float, softcap: float):
+    """16 of 24 tokens begin in the memory of dW, in pieces of 32 columns; of 112 the last 16 are one."""
+    torch.manual_seed(0)
+    x, head = torch.randn(24, 40).to(dtype).requires_grad_(), torch.randn(vocab, 40).to(dtype).requires_grad_()
+    targets = torch.randint(0, vocab, (24,))
+    targets[:3] = -100
+    monkeypatch.setattr(chunks, "LOSS_BLOCK", 32)
+    monkeypatch.setattr(chunks, "chunk_rows", lambda *_: 8)
+    found = []
+    for rows in (16, 0):
+        monkeypatch.setattr(chunks, "opening_rows", lambda *_, rows=rows: rows)
+        loss = linear_cross_entropy(x, head, targets, None, z_loss, softcap, "triton")
+        found.append([loss, *torch.autograd.grad(loss, (x, head))])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-5)
 
 
 def test_targets_that_do_not_follow_each_other():

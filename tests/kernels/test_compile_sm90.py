@@ -123,14 +123,16 @@ def test_rope_takes_queries_and_keys_of_two_types(query: str):
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("softcap", [False, True])
-def test_the_loss_of_a_row_loads_wide(padded: bool, softcap: bool):
+@pytest.mark.parametrize("pieces", [False, True])
+def test_the_loss_of_a_row_loads_wide(padded: bool, softcap: bool, pieces: bool):
     from groundup.kernels.linear_cross_entropy import LOSS_BLOCK, LOSS_WARPS
     from groundup.kernels.linear_cross_entropy_triton import loss_kernel
 
     types = {"LOGITS": "*bf16", "TARGETS": "*i64", "LOSSES": "*fp32", "N_VALID": "*fp32"}
-    types |= {"z_loss": "fp32", "softcap": "fp32", "columns": "i32", "vocab": "i32"}
-    constants = {"BLOCK": LOSS_BLOCK, "PADDED": padded, "SOFTCAP": softcap, "GRADS": True, "DIVIDE": True}
-    report = compile_kernel(loss_kernel, types, constants, aligned=("columns",), num_warps=LOSS_WARPS)
+    types |= {"z_loss": "fp32", "softcap": "fp32", "LAST": "*bf16"}
+    types |= dict.fromkeys(["apart", "piece", "columns", "vocab"], "i32")
+    constants = {"BLOCK": LOSS_BLOCK, "PIECES": pieces, "PADDED": padded, "SOFTCAP": softcap, "GRADS": True, "DIVIDE": True}
+    report = compile_kernel(loss_kernel, types, constants, aligned=("apart", "piece", "columns"), num_warps=LOSS_WARPS)
     assert report.spills <= 16
     assert "ld.global.v4" in report.ptx
 

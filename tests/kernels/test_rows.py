@@ -66,6 +66,9 @@ def test_chunks_are_larger_where_the_weight_is_float32():
     assert chunks.chunk_rows(16384, 50304, 1024, 2, 2) == 1280
     assert chunks.chunk_rows(16384, 128256, 2048, 2, 2) == 768  # 0.67 GiB with dW in float32, beyond both gradients
     assert chunks.chunk_rows(1 << 17, 128256, 2048, 2, 4) * 128256 * 2 <= 1 << 30
+    assert chunks.opening_rows(16384, 128256, 2048, 2, 768) == 4096  # their logits are as large as dW in float32
+    assert chunks.opening_rows(16384, 50304, 768, 2, 1280) == 0
+    assert chunks.piece_columns(128256) * 8 == 128256
 
 
 def test_weight_gradient_is_summed_in_float32_over_chunks(monkeypatch):

@@ -87,6 +87,24 @@ def chunk_rows(n_tokens: int, vocab: int, width: int, item: int, weight_item: in
     return min(n_tokens, max(128, budget // (vocab * item) // 128 * 128))
 
 
+def opening_rows(n_tokens: int, columns: int, width: int, item: int, rows: int) -> int:
+    """Tokens of `opening`, for chunks of `rows` after it: 0 where it gains nothing.
+
+    Their logits take the memory of dW, but for the last of its pieces, which with dX in float32 takes what later a
+    chunk's logits take.
+    """
+    piece = piece_columns(columns)
+    last = (columns - 1) % piece + 1
+    most = min(width * 4 // item * last // piece, rows * columns * item // (last * item + width * 4)) // 128 * 128
+    return most if most >= 2 * rows and n_tokens >= most and columns > piece else 0
+
+
+def piece_columns(columns: int) -> int:
+    """Columns of a piece of `opening`: all of about the same width, at most LOSS_BLOCK, which starts on 16 columns."""
+    n = -(-columns // LOSS_BLOCK)
+    return -(-columns // (16 * n)) * 16
+
+
 def losses_and_gradients(
     logits: Float[Tensor, "rows vocab"], targets: Int[Tensor, "rows"], z_loss: float, softcap: float
 ) -> tuple[Float[Tensor, "rows"], Float[Tensor, "rows vocab"]]:
@@ -110,21 +128,22 @@ def losses_and_gradients(
 
 def rows_in_place(
     logits: Tensor, targets: Tensor, losses: Tensor, n_valid: Tensor, z_loss: float, softcap: float, grads: bool,
-    vocab: int,
+    vocab: int, pieces: tuple[Tensor, int, int] | None = None,
 ) -> None:  # fmt: skip
     """Write each row's loss into `losses` and, with `grads`, its gradient over `logits`, in one Triton launch.
 
-    Columns from `vocab` on are padding: they take no probability, and their gradient is 0. Gradients come divided by
-    `n_valid` where `divides_early` says so.
+    `pieces`: the logits are those of `opening`, from its first piece on: (last piece, number of columns, elements
+    between the places of two neighbouring columns' pieces). Columns from `vocab` on are padding: they take no
+    probability, and their gradient is 0. Gradients come divided by `n_valid` where `divides_early` says so.
     """
     from groundup.kernels.linear_cross_entropy_triton import loss_kernel
 
-    rows, columns = logits.shape
+    last, columns, apart = pieces or (logits, logits.shape[1], 0)
     block = min(LOSS_BLOCK, max(16, 1 << (columns - 1).bit_length()))
-    launch(logits, loss_kernel, rows,
-        logits, targets, losses, n_valid, z_loss, softcap, columns, vocab,
-        BLOCK=block, PADDED=vocab < columns, SOFTCAP=softcap > 0, GRADS=grads, DIVIDE=divides_early(logits.dtype),
-        num_warps=min(LOSS_WARPS, max(1, block // 256)),
+    launch(logits, loss_kernel, len(targets),
+        logits, last, targets, losses, n_valid, z_loss, softcap, apart, piece_columns(columns) if pieces else block,
+        columns, vocab, BLOCK=block, PIECES=pieces is not None, PADDED=vocab < columns, SOFTCAP=softcap > 0,
+        GRADS=grads, DIVIDE=divides_early(logits.dtype), num_warps=min(LOSS_WARPS, max(1, block // 256)),
     )  # fmt: skip
 
 
@@ -167,6 +186,35 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
         total.addmm_(a.T.to(total.dtype), b.to(total.dtype), beta=beta)
 
 
+def opening(
+    x: Float[Tensor, "rows width"], head: Float[Tensor, "columns width"], targets: Int[Tensor, "rows"],
+    losses: Float[Tensor, "rows"], d_x: Float[Tensor, "rows width"] | None, d_weight: Float[Tensor, "columns width"],
+    n_valid: Tensor, z_loss: float, softcap: float, vocab: int,
+) -> None:  # fmt: skip
+    """The first chunk, several times as long as the others, in the memory where dW will be.
+
+    Its logits are made in pieces of columns. A piece lies where the rows of dW after its own will be, so when those are
+    written it is used up already; only the last piece needs memory of its own.
+    """
+    rows, columns, width = len(x), len(head), piece_columns(len(head))
+    apart = d_weight.element_size() // x.element_size() * d_weight.shape[1]
+    room = d_weight.view(x.dtype).flatten()
+    parts = [slice(first, first + width) for first in range(0, columns, width)]
+    pieces = [room[part.stop * apart :][: rows * width].view(rows, width) for part in parts[:-1]]
+    pieces.append(x.new_empty(rows, columns - parts[-1].start))
+    for piece, part in zip(pieces, parts, strict=True):
+        torch.mm(x, head[part].T, out=piece)
+    described = pieces[-1], columns, apart
+    rows_in_place(pieces[0], targets, losses, n_valid, z_loss, softcap, True, vocab, described)
+    wide = None if d_x is None else d_weight.new_empty(rows, x.shape[1])
+    for i, (piece, part) in enumerate(zip(pieces, parts, strict=True)):
+        if wide is not None:
+            add_product(wide, piece.T, head[part], beta=int(i > 0))
+        add_product(d_weight[part], piece, x, beta=0)
+    if d_x is not None and wide is not None:
+        d_x.copy_(wide)
+
+
 def narrowed(wide: Tensor, dtype: torch.dtype) -> Tensor:
     """`wide` (rows, columns) in a type of half the size, within its own memory: a second buffer would be the peak.
 
@@ -204,7 +252,14 @@ def forward_op(
     if n_tokens == 0:
         d_weight.zero_()  # no chunk will write it
     rows = chunk_rows(max(1, n_tokens), vocab, width, x.itemsize, weight.itemsize)
-    for first in range(0, n_tokens, rows):
+    begun = 0
+    if triton and need_weight and d_weight.dtype != x.dtype and FLOAT32_PRODUCT:
+        begun = opening_rows(n_tokens, len(head), width, x.itemsize, rows)
+    if begun:
+        chunk = slice(begun)
+        opening(x[chunk], head, targets[chunk], losses[chunk], d_x[chunk] if need_x else None, d_weight, n_valid,
+                z_loss, softcap, vocab)  # fmt: skip
+    for first in range(begun, n_tokens, rows):
         chunk = slice(first, first + rows)
         logits = x[chunk] @ head.T
         if triton:
