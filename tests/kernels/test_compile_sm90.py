@@ -131,7 +131,14 @@ def test_the_loss_of_a_row_loads_wide(padded: bool, softcap: bool, pieces: bool)
     types = {"LOGITS": "*bf16", "TARGETS": "*i64", "LOSSES": "*fp32", "N_VALID": "*fp32"}
     types |= {"z_loss": "fp32", "softcap": "fp32", "LAST": "*bf16"}
     types |= dict.fromkeys(["apart", "piece", "columns", "vocab"], "i32")
-    constants = {"BLOCK": LOSS_BLOCK, "PIECES": pieces, "PADDED": padded, "SOFTCAP": softcap, "GRADS": True, "DIVIDE": True}
+    constants = {
+        "BLOCK": LOSS_BLOCK,
+        "PIECES": pieces,
+        "PADDED": padded,
+        "SOFTCAP": softcap,
+        "GRADS": True,
+        "DIVIDE": True,
+    }
     report = compile_kernel(loss_kernel, types, constants, aligned=("apart", "piece", "columns"), num_warps=LOSS_WARPS)
     assert report.spills <= 16
     assert "ld.global.v4" in report.ptx
