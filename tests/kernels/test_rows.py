@@ -63,11 +63,11 @@ def test_loss_and_gradients_over_several_chunks(monkeypatch, n_valid, z_loss: fl
 def test_chunks_are_larger_where_the_weight_is_float32():
     """GPT-2 350M's step: 4 instead of 13 passes over dW; a weight in bf16 keeps to what its own gradient leaves."""
     assert chunks.chunk_rows(16384, 50304, 1024, 2, 4) == 4096
-    assert chunks.chunk_rows(16384, 50304, 1024, 2, 2) == 1280
-    assert chunks.chunk_rows(16384, 128256, 2048, 2, 2) == 768  # 0.67 GiB with dW in float32, beyond both gradients
+    assert chunks.chunk_rows(16384, 50304, 1024, 2, 2) == 1312
+    assert chunks.chunk_rows(16384, 128256, 2048, 2, 2) == 880  # 0.70 GiB with dW in float32, beyond both gradients
     assert chunks.chunk_rows(1 << 17, 128256, 2048, 2, 4) * 128256 * 2 <= 1 << 30
-    assert chunks.opening_rows(16384, 128256, 2048, 2, 768) == 4096  # their logits are as large as dW in float32
-    assert chunks.opening_rows(16384, 50304, 768, 2, 1280) == 0
+    assert chunks.opening_rows(16384, 128256, 2048, 2, 880) == 4096  # their logits are as large as dW in float32
+    assert chunks.opening_rows(16384, 50304, 768, 2, 1312) == 0
     assert chunks.piece_columns(128256) * 8 == 128256
 
 

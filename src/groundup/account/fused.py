@@ -118,8 +118,8 @@ def chunk_rows(n_tokens: int, vocab: int, width: int, item: int, weight_item: in
     """Tokens in a chunk of the loss, as the function of this name in kernels/linear_cross_entropy.py."""
     parts = 4 if weight_item >= 4 else 8 if n_tokens >= 1 << 15 else 0
     share = n_tokens * vocab * item // parts if parts else 0
-    budget = max(CHUNK_BYTES, vocab * width * 4 * 3 // 16, min(share, 1 << 30))
-    return min(n_tokens, max(128, budget // (vocab * item) // 128 * 128))
+    budget = max(CHUNK_BYTES, vocab * width * 4 * 55 // 256, min(share, 1 << 30))
+    return min(n_tokens, max(128, budget // (vocab * item) // 16 * 16))
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor) -> Tensor:

@@ -75,16 +75,16 @@ def given_count(n_valid: Tensor | float, dtype: torch.dtype, device: torch.devic
 
 
 def chunk_rows(n_tokens: int, vocab: int, width: int, item: int, weight_item: int) -> int:
-    """Tokens in a chunk: a multiple of 128 whose logits fit the budget.
+    """Tokens in a chunk: a multiple of 16 whose logits fit the budget.
 
-    Each chunk reads and writes dW once, so the budget is at least 3/16 of dW in float32. It is a quarter of all logits
+    Each chunk reads and writes dW once, so the budget is at least 0.215 of dW in float32. It is a quarter of all logits
     where the weight is float32 (4 bytes an item): dW in float32 then is the gradient, and nothing else is held. With a
     narrower weight it is an eighth from 32,768 tokens on, beside whose activations that is little. At most 1 GiB.
     """
     parts = 4 if weight_item >= 4 else 8 if n_tokens >= 1 << 15 else 0
     share = n_tokens * vocab * item // parts if parts else 0
-    budget = max(CHUNK_BYTES, vocab * width * 4 * 3 // 16, min(share, 1 << 30))
-    return min(n_tokens, max(128, budget // (vocab * item) // 128 * 128))
+    budget = max(CHUNK_BYTES, vocab * width * 4 * 55 // 256, min(share, 1 << 30))
+    return min(n_tokens, max(128, budget // (vocab * item) // 16 * 16))
 
 
 def opening_rows(n_tokens: int, columns: int, width: int, item: int, rows: int) -> int:
