@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from groundup.bench import harness
-from groundup.bench.harness import buffer_sets, summary, time_kernel, time_steps
+from groundup.bench.harness import buffer_sets, summary, time_arrivals, time_kernel, time_steps
 
 CPU = torch.device("cpu")
 
@@ -70,6 +70,23 @@ def test_without_warmup_the_first_step_is_timed(ticking):
         mark("only")
 
     assert time_steps(step, 0, 2, CPU).phases["total"] == [4000.0, 1000.0]
+
+
+def test_arrivals_are_timed_one_to_the_next(ticking, monkeypatch):
+    """Nobody waits for the device between them."""
+    waits, calls = [], []
+    monkeypatch.setattr(harness, "synchronize", lambda device: waits.append(len(calls)))
+
+    def step():
+        calls.append("step")
+        for _ in range({1: 5, 3: 2}.get(len(calls), 0)):
+            harness.perf_counter()
+
+    timing = time_arrivals(step, warmup=2, steps=2, device=CPU)
+    assert timing.phases == {"total": [3000.0, 1000.0]}
+    assert timing.first == {"total": 6000.0}
+    assert timing.stamp["method"] == harness.ARRIVAL_METHOD
+    assert waits == [0]
 
 
 def test_kernels_rotate_over_their_inputs(ticking):

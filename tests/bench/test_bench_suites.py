@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import sys
+from functools import partial
 from importlib.util import find_spec
 
 import numpy as np
@@ -13,13 +14,14 @@ import torch
 from bench_tools import TINY, backends_of_all_reduce, tiny_cells, tiny_cells_of, validate
 
 from groundup.account import Setting, predict_step
+from groundup.bench import harness
 from groundup.bench.benchmark import config_of, find, summaries
 from groundup.bench.cells import document
 from groundup.bench.suites import attention, loss, mixed_precision, norm, optimizer, step
 from groundup.bench.suites import generate as generation
 from groundup.config import size
 from groundup.errors import UserError
-from groundup.generate import generate
+from groundup.generate import decode, generate
 from groundup.model import TransformerLM
 from groundup.parallel.launch import spawn
 
@@ -217,17 +219,21 @@ def test_generation_rates_and_bound_are_what_the_shape_and_the_clock_say():
         assert metrics["prefill_tokens_per_second"] == pytest.approx(rows * 8 / metrics["time.prefill"]["median"] * 1e3)
         assert metrics["memory.kv_cache"] == 2 * 2 * rows * 32 * 64 * 4
     cell = tiny_cells("generate", batch="1")[0]
+    assert cell["environment"]["method"] == "prefill perf_counter; step " + harness.ARRIVAL_METHOD
     assert cell["metrics"]["bound_fraction"] is None
     assert "--hardware" in cell["notes"]["bound"]
 
 
-def test_generation_is_measured_on_the_text_that_the_engine_gives():
+@pytest.mark.parametrize("compiled", ["no", "yes"])
+def test_generation_is_measured_on_the_text_that_the_engine_gives(compiled, monkeypatch):
+    monkeypatch.setattr(decode, "compiled_decode", lambda on_gpu: decode.decode)  # compiling it takes a minute
     for batch in ("1", "3"):
-        options = generation.Options(device="cpu", **TINY["generate"] | {"batch": batch})
+        options = generation.Options(device="cpu", **TINY["generate"] | {"batch": batch, "compile": compiled})
         subject = generation.Subject(generation.cells(options)[0], torch.device("cpu"))
         made = []
-        for move in (subject.prefill, subject.step, subject.step, subject.prefill, subject.step):
-            move(lambda name: None)
+        prefill = partial(subject.prefill, lambda name: None)
+        for move in (prefill, subject.step, subject.step, prefill, subject.step):
+            move()
             made.append(list(subject.tokens))
         alone = [list(generate(subject.model, prompt, 3, temperature=0)) for prompt in subject.prompts]
         assert made == [list(tokens) for tokens in [*zip(*alone, strict=True)][:3]] + made[:2]

@@ -4,6 +4,9 @@
 starts with an empty queue. Where the GPU is faster than Python can launch, that shows. Rejected: host clocks around
 asynchronous calls, which time the launch, or with a wait serialise what overlaps.
 
+`time_arrivals`: steps that each end with a result on the host, by the host's clock from one result to the next. What
+runs ahead on the device is left running, since whoever wants the results does not wait for it.
+
 `time_kernel`: kernels of microseconds, captured in a CUDA graph (no launch gaps) and rotating over sets of inputs that
 together exceed the L2 cache, so no call finds its inputs there. On the CPU both read perf_counter.
 """
@@ -11,7 +14,7 @@ together exceed the L2 cache, so no call finds its inputs there. On the CPU both
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import cycle, pairwise
 from math import ceil
 from time import perf_counter
 from typing import Any
@@ -21,6 +24,7 @@ import torch
 from groundup.bench.environment import clocks
 
 STEP_METHOD = {"cuda": "CUDA events, device synchronised after each step", "cpu": "perf_counter"}
+ARRIVAL_METHOD = "perf_counter from result to result, device not synchronised"
 GRAPH_METHOD = "CUDA graph replay over rotating buffers beyond L2"
 CALL_METHOD = {"cuda": "CUDA events around single calls over rotating buffers beyond L2", "cpu": "perf_counter"}
 
@@ -93,6 +97,22 @@ def time_steps(
             for name, value in times.items():
                 phases.setdefault(name, []).append(value)
     return Timing(phases, STEP_METHOD[device.type], first, stamp)
+
+
+def time_arrivals(step: Callable[[], None], warmup: int, steps: int, device: torch.device) -> Timing:
+    """Run `step()`, which waits for its result, warmup + steps times; phase "total" between the last steps + 1 results.
+
+    The clocks are read right after the last step.
+    """
+    clocks(device)  # opens NVML now, not after the last step
+    synchronize(device)
+    times = [perf_counter()]
+    for _ in range(warmup + steps):
+        step()
+        times.append(perf_counter())
+    stamp = clocks(device)
+    samples = [(after - before) * 1e3 for before, after in pairwise(times)]
+    return Timing({"total": samples[warmup:]}, ARRIVAL_METHOD, {"total": samples[0]}, stamp)
 
 
 def now(device: torch.device) -> Any:

@@ -38,11 +38,14 @@ class KVCache:
         self.values = torch.zeros_like(self.keys)
         self.lengths = [0] * batch_size
         """Tokens held by each row, on the host; the next token's position."""
+        self.prefills = 0
+        """Prefills begun so far: what was computed ahead of one is void after it."""
         self._rows = torch.arange(batch_size, device=device)
 
     def begin_prefill(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """The next pass starts these rows anew with so many tokens each."""
         self._rows = torch.tensor(rows, device=self.keys.device)
+        self.prefills += 1
         for row, length in zip(rows, lengths, strict=True):
             self.lengths[row] = length
 

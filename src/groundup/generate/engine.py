@@ -24,7 +24,6 @@ pass a prompt length (no batch once lengths differ).
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from torch import Tensor, nn
 from groundup.errors import UserError
 from groundup.generate.cache import KVCache
 from groundup.generate.decode import CompiledDecode, decode
-from groundup.generate.sampling import check_sampling, sample, seeded_generator
+from groundup.generate.sampling import check_finite, check_sampling, sample, seeded_generator
 from groundup.model import TransformerLM
 from groundup.model.attention import plain_attention
 
@@ -77,6 +76,21 @@ class Row:
     done: bool = False
 
 
+@dataclass(frozen=True)
+class Draw:
+    """From logits to ids below `limit`, each row by its own random stream."""
+
+    limit: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+
+    def __call__(self, logits: Float[Tensor, "rows vocab"], rows: Sequence[Row]) -> list[int]:
+        logits, generators = logits[:, : self.limit], [row.generator for row in rows]
+        return checked_tokens(sample(logits, self.temperature, self.top_k, self.top_p, generators, self.min_p), logits)
+
+
 def begin(
     model: TransformerLM,
     prompts: Sequence[Sequence[int]],
@@ -117,12 +131,7 @@ def begin(
         )
         for index, prompt in enumerate(prompts)
     ]
-
-    def draw(logits: Tensor, own: Sequence[Row]) -> list[int]:
-        logits = logits[:, :limit]
-        tokens = sample(logits, temperature, top_k, top_p, [row.generator for row in own], min_p)
-        return checked_tokens(tokens, logits)
-
+    draw = Draw(limit, temperature, top_k, top_p, min_p)
     return rows, _rounds(model, rows, max_tokens if rows else 0, draw, frozenset(stop_ids), on_slide, compiled)
 
 
@@ -130,7 +139,7 @@ def _rounds(
     model: TransformerLM,
     rows: list[Row],
     max_tokens: int,
-    draw: Callable[[Tensor, Sequence[Row]], list[int]],
+    draw: Draw,
     stop_ids: Collection[int],
     on_slide: Callable[[str], None] | None,
     compiled: bool,
@@ -141,10 +150,10 @@ def _rounds(
     # Compiled, the step is that of one shape; else room for what can come: a context of 40,960 would take gigabytes.
     length = context_length if compiled else min(context_length, needed)
     cache = KVCache(model.config, len(rows), weight.dtype, weight.device, length)
-    compiled_step = CompiledDecode(model, cache.keys, cache.values) if compiled else None
+    compiled_step = CompiledDecode(model, cache, draw.limit) if compiled else None
     for _ in range(max_tokens):
         for place, row in enumerate(rows):
-            if len(row.window) > context_length:
+            if len(row.window) > context_length and not row.done:
                 row.window, cache.lengths[place] = row.window[-newest_half(context_length) :], 0
                 if on_slide is not None:
                     on_slide(
@@ -153,12 +162,12 @@ def _rounds(
                     )
                 on_slide = None
         with inference(modules):
-            tokens = draw(_next_logits(model, cache, rows, compiled_step), rows)
-        for row, token in zip(rows, tokens, strict=True):
-            if not row.done:
-                row.out.append(token)
-                row.window.append(token)
-                row.done = token in stop_ids
+            tokens = _next_tokens(model, cache, rows, draw, compiled_step)
+        for place, token in tokens.items():
+            row = rows[place]
+            row.out.append(token)
+            row.window.append(token)
+            row.done = token in stop_ids
         yield
         alive = [place for place, row in enumerate(rows) if not row.done]
         if not alive:
@@ -168,20 +177,31 @@ def _rounds(
             rows = [rows[place] for place in alive]
 
 
-def _next_logits(model: TransformerLM, cache: KVCache, rows: Sequence[Row], compiled: CompiledDecode | None) -> Tensor:
-    """Logits after each row's newest token: a step for those that the cache holds, a prefill for the others."""
-    again = [place for place, row in enumerate(rows) if not (row.done or cache.lengths[place])]
-    logits = None
-    if len(again) < sum(not row.done for row in rows):
-        # Rows that are done write over their first place, which is never read again.
+def _next_tokens(
+    model: TransformerLM, cache: KVCache, rows: Sequence[Row], draw: Draw, compiled: CompiledDecode | None
+) -> dict[int, int]:
+    """The next id of every row that is not done: by a step where the cache holds the row, else by a prefill."""
+    alive = [place for place, row in enumerate(rows) if not row.done]
+    held = [place for place in alive if cache.lengths[place]]
+    again = [place for place in alive if not cache.lengths[place]]
+    tokens: dict[int, int] = {}
+    if held:
+        # The other rows ride along and write over places that are never read: a prefill comes first, or nothing.
         cache.lengths = [0 if row.done else length for row, length in zip(rows, cache.lengths, strict=True)]
-        logits = step(model, cache, [row.window[-1] for row in rows], compiled)
+        newest = [row.window[-1] for row in rows]
+        if compiled is not None and draw.temperature == 0:
+            found = greedy_step(cache, newest, compiled)
+            tokens = {place: found[place] for place in held}
+        else:
+            logits = step(model, cache, newest, compiled)
+            tokens = _drawn(draw, logits if len(held) == len(rows) else logits[held], rows, held)
     if again:
-        restarted = prefill(model, cache, again, [rows[place].window for place in again])
-        logits = restarted.new_zeros(len(rows), restarted.shape[-1]) if logits is None else logits
-        logits[again] = restarted
-    assert logits is not None
-    return logits
+        tokens |= _drawn(draw, prefill(model, cache, again, [rows[place].window for place in again]), rows, again)
+    return tokens
+
+
+def _drawn(draw: Draw, logits: Tensor, rows: Sequence[Row], places: Sequence[int]) -> dict[int, int]:
+    return dict(zip(places, draw(logits, [rows[place] for place in places]), strict=True))
 
 
 def prefill(
@@ -211,6 +231,13 @@ def step(
     if len(set(places)) == 1 and not plain_attention(model.config.attention, keys):
         return decode(model, keys, values, torch.tensor(tokens, device=keys.device), places[0])
     return decode(model, keys, values, *torch.tensor([tokens, places], device=keys.device))
+
+
+def greedy_step(cache: KVCache, tokens: Sequence[int], compiled: CompiledDecode) -> list[int]:
+    """`step` and the likeliest id after it. Rows of which the cache holds nothing ride along."""
+    places = [length or -1 for length in cache.lengths]
+    cache.lengths = [length + 1 for length in cache.lengths]
+    return compiled.greedy(tokens, places)
 
 
 @contextmanager
@@ -243,8 +270,7 @@ def checked_tokens(tokens: Int[Tensor, "rows"], logits: Float[Tensor, "rows voca
     Their sum is finite only if all are: one kernel, where looking at each takes five. float64 holds any id and any sum.
     """
     values = torch.cat([tokens.double(), logits.sum(dtype=torch.float64)[None]]).tolist()
-    if not isfinite(values.pop()):
-        raise UserError("the model's logits are not finite numbers; its weights are damaged or its training diverged")
+    check_finite(values.pop())
     return [int(value) for value in values]
 
 

@@ -38,6 +38,12 @@ def check_sampling(temperature: float, top_k: int, top_p: float, seed: int = 0, 
         raise UserError(f"seed is {seed}; it must be in [0, 2^63)")
 
 
+def check_finite(total: float) -> None:
+    """Raise UserError where a float64 sum of logits is not finite: it is only if all of them are."""
+    if not math.isfinite(total):
+        raise UserError("the model's logits are not finite numbers; its weights are damaged or its training diverged")
+
+
 def scale_by_temperature(logits: Float[Tensor, "... vocab"], temperature: float) -> Float[Tensor, "... vocab"]:
     """logits / temperature in float64, shifted so that the largest is 0. `temperature` > 0.
 

@@ -1,7 +1,8 @@
 """Tokens a second of generation: the prefill of a prompt and the steps after it, beside the memory-bandwidth bound.
 
-Random weights and prompts, greedy, the engine that `groundup generate` runs (engine.py). A step is everything between
-two tokens of a user: the model, the draw, the token on the host.
+Random weights and prompts, greedy, the functions that `groundup generate` runs (engine.py, decode.py). A step is
+everything between two tokens of a user, by the host's clock: the model, the draw, the token on the host, and of a step
+that ran ahead what was left of it when the token before it had arrived.
 
 A step cannot be faster than memory: it reads every weight that multiplies a token once, and the keys and values of
 every token held. The bound is these bytes (account/) over the bandwidth of the account's entry for the GPU;
@@ -22,14 +23,14 @@ from groundup.bench.benchmark import Benchmark, Measurement, SweepOptions, at_le
 from groundup.bench.cells import Parameters
 from groundup.bench.check import hardware_of
 from groundup.bench.environment import environment
-from groundup.bench.harness import summary, time_steps
+from groundup.bench.harness import summary, time_arrivals, time_steps
 from groundup.bench.sweep import resolve_device
 from groundup.config import ModelConfig
 from groundup.config.model import HOW
 from groundup.errors import UserError
 from groundup.generate.cache import KVCache
 from groundup.generate.decode import CompiledDecode
-from groundup.generate.engine import checked_tokens, inference, prefill, step
+from groundup.generate.engine import checked_tokens, greedy_step, inference, prefill, step
 from groundup.model import TransformerLM
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16-weights": torch.bfloat16}
@@ -110,7 +111,7 @@ class Subject:
         self.tokens = [0] * self.rows
         self.cache = KVCache(model.config, self.rows, DTYPES[precision], device)
         compiled = parameters["compile"] == "yes"
-        self.compiled = CompiledDecode(self.model, self.cache.keys, self.cache.values) if compiled else None
+        self.compiled = CompiledDecode(self.model, self.cache) if compiled else None
 
     def prefill(self, mark: Callable[[str], None]) -> None:
         """The prompts through the model, and their first tokens."""
@@ -118,11 +119,13 @@ class Subject:
             self._draw(prefill(self.model, self.cache, range(self.rows), self.prompts))
         mark("prefill")
 
-    def step(self, mark: Callable[[str], None]) -> None:
+    def step(self) -> None:
         """One more token for every row."""
         with inference(self.modules):
-            self._draw(step(self.model, self.cache, self.tokens, self.compiled))
-        mark("step")
+            if self.compiled is None:
+                self._draw(step(self.model, self.cache, self.tokens))
+            else:
+                self.tokens = greedy_step(self.cache, self.tokens, self.compiled)
 
     def _draw(self, logits: torch.Tensor) -> None:
         self.tokens = checked_tokens(logits.argmax(-1), logits)
@@ -133,10 +136,10 @@ def run(parameters: Parameters, device: torch.device) -> Measurement:
     subject = Subject(parameters, device)
     warmup, steps = int(parameters["warmup"]), int(parameters["steps"])
     first = time_steps(subject.prefill, warmup, int(parameters["prefills"]), device)
-    then = time_steps(subject.step, warmup, steps, device)
+    then = time_arrivals(subject.step, warmup, steps, device)
     metrics: dict[str, Any] = {
         "time.prefill": summary(first.phases["prefill"]),
-        "time.step": summary(then.phases["step"]),
+        "time.step": summary(then.phases["total"]),
         "memory.read_per_step": step_bytes(subject.model.config, parameters, warmup),
         "memory.kv_cache": kv_cache_bytes(
             subject.model.config, subject.rows, subject.model.config.context_length, subject.cache.keys.element_size()
@@ -153,7 +156,8 @@ def run(parameters: Parameters, device: torch.device) -> Measurement:
     notes = {} if name else {"bound": "the account has no bandwidth for this device; --hardware names one"}
     stamp = {"dtype": str(DTYPES[str(parameters["precision"])]).removeprefix("torch."), "grad_mode": "inference"}
     stamp |= {"step": "steady", "bound_of": name or "none"}
-    return Measurement(metrics, stamp | then.stamp, notes)
+    stamp |= then.stamp | {"method": f"prefill {first.method}; step {then.method}"}
+    return Measurement(metrics, stamp, notes)
 
 
 def step_bytes(config: ModelConfig, cell: Parameters, warmup: int) -> int:
