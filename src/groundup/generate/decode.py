@@ -24,6 +24,8 @@ from torch import Tensor
 
 from groundup.generate.cache import KVCache
 from groundup.generate.sampling import check_finite
+from groundup.kernels import decode as one_kernel
+from groundup.kernels.backend import proven
 from groundup.model import TransformerLM
 from groundup.model.transformer import residual_type
 
@@ -70,15 +72,20 @@ def compiled_decode(on_gpu: bool) -> Callable[..., Tensor]:
     return torch.compile(decode, dynamic=False, fullgraph=True, options=options)
 
 
+_proof: dict[Any, bool] = {}
+
+
 class CompiledDecode:
-    """`decode` over the whole of one cache, compiled. `limit`: the ids from there on are never chosen."""
+    """`decode` over the whole of one cache, compiled; one kernel where kernels.decode knows the model.
+
+    `limit`: the ids from there on are never chosen. Made before the cache is filled: the kernel's proof writes to it.
+    """
 
     def __init__(self, model: TransformerLM, cache: KVCache, limit: int | None = None):
         self.model, self.cache, self.limit = model, cache, limit
         self.keys, self.values = cache.keys, cache.values
         self.device, self.batch, self.length = self.keys.device, self.keys.shape[1], self.keys.shape[3]
         on_gpu = self.keys.is_cuda
-        self.decode = compiled_decode(on_gpu)
         # Tokens, places and the sum of the logits side by side: one transfer brings them to the host.
         self.state = torch.zeros(2 * self.batch + 1, dtype=torch.long, device=self.device)
         self.inputs, self.total = self.state[:-1].view(2, self.batch), self.state.view(torch.float64)[-1]
@@ -92,6 +99,20 @@ class CompiledDecode:
         self.arrived = [torch.cuda.Event(), torch.cuda.Event()] if on_gpu else None
         self.turn = 0
         self.ahead: tuple[int, list[int], list[int]] | None = None
+        self.kernel = self._proven_kernel() if one_kernel.takes(model, self.keys) else None
+
+    def _proven_kernel(self) -> one_kernel.DecodeKernel | None:
+        """The step as one kernel, where it came out right on this device and shape."""
+        kernel = one_kernel.DecodeKernel(self.model, self.keys, self.values, self.state, self.limit)
+
+        @torch.no_grad()
+        def check() -> bool:
+            plain = decode(self.model, self.keys, self.values, *self.inputs)
+            kernel.run()
+            return float((kernel.logits - plain).norm() / plain.float().norm()) < 0.05
+
+        key = self.device, *kernel.sizes.items()
+        return kernel if proven(_proof, key, "a token in one kernel", "the compiled step", check) else None
 
     def __call__(self, tokens: Sequence[int], places: Sequence[int]) -> Float[Tensor, "batch vocab"]:
         """Logits after each row's token at the row's place; overwritten by the next call."""
@@ -101,6 +122,7 @@ class CompiledDecode:
             return self._run()
         if self.graph is None:
             self.graph, self.logits = self._record(self._run)
+            self._give(tokens, places)  # warming up may have moved on
         assert self.logits is not None
         self.graph.replay()
         return self.logits
@@ -160,13 +182,19 @@ class CompiledDecode:
 
     def _run(self) -> Tensor:
         """Logits of `inputs`: the one place where they are made."""
+        if self.kernel is not None:
+            self.kernel.run()
+            return self.kernel.logits
         # Every model and batch size is a compilation of its own; the compiler's limit would end a process' ninth.
         with torch._dynamo.config.patch(recompile_limit=sys.maxsize, accumulated_recompile_limit=sys.maxsize):
-            return self.decode(self.model, self.keys, self.values, *self.inputs)
+            step = compiled_decode(self.keys.is_cuda)
+            return step(self.model, self.keys, self.values, *self.inputs)
 
     def _advance(self) -> None:
         """A step, its choice and the inputs of the next one."""
         logits = self._run()[:, : self.limit]
+        if self.kernel is not None:
+            return  # has left all of it in `state`
         torch.argmax(logits, -1, out=self.inputs[0])
         torch.sum(logits, (0, 1), dtype=torch.float64, out=self.total)
         self.inputs[1].add_(1).clamp_(max=self.length - 1)  # a row that is done comes to the end and stays there
