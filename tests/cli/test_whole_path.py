@@ -102,6 +102,13 @@ def test_generate_continues_the_prompt_and_repeats_itself(here: Path, capsys: py
     assert "past the context of 16 tokens" in capsys.readouterr().err
 
 
+def test_generate_in_bf16(here: Path, capsys: pytest.CaptureFixture[str]):
+    line = ["generate", "run", "--prompt", "Once upon", "--max-tokens", "8", "--temperature", "0"]
+    assert main([*line, "--dtype", "bf16"]) == 0
+    assert capsys.readouterr().out.startswith("Once upon")
+    assert main([*line, "--dtype", "fp64"]) == 2
+
+
 def test_generate_takes_many_prompts_at_once(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "p.txt").write_text("Once upon\nThe old fox sat\n\n")
     line = ["generate", "run", "--max-tokens", "9", "--min-p", "0.01"]

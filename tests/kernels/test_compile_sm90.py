@@ -4,6 +4,7 @@ One kernel of each kind by default; every tile of the table with -m slow.
 """
 
 import json
+import re
 from importlib.resources import files
 
 import pytest
@@ -356,3 +357,25 @@ def test_element_wise_kernels_move_vectors():
         assert not next(p for p in kernel.params if p.name == "n").do_not_specialize
         ptx = compile_kernel(kernel, types, {"BLOCK": block}, aligned=("n",), num_warps=4).ptx
         assert "ld.global.v4.b32" in ptx
+
+
+@pytest.mark.parametrize(("name", "spills"), [("gpt2-124m", 96), ("stories-17m", 0)])
+def test_a_token_s_step(name: str, spills: int):
+    """It needs nearly all registers: every program holds its next weights while it waits."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from groundup.config.sizes import size
+    from groundup.kernels.decode import WARPS, sizes
+    from groundup.kernels.decode_gluon import decode_kernel
+
+    config = size(name).resolve()
+    types = dict.fromkeys(["EMBEDDING", "HEAD_W", "KEYS", "VALUES"], "*bf16")
+    types |= dict.fromkeys(["COS", "SIN", "LOGITS"], "*fp32") | dict.fromkeys(["TABLE", "CHOICES", "STATE"], "*i64")
+    types |= {"WORDS": "*i32", "limit": "i32", "length": "i32", "eps": "fp32", "scale": "fp32", "softcap": "fp32"}
+    constants = sizes(config, config.context_length, 132)
+    report = compile_kernel(decode_kernel, types, constants, GluonASTSource, num_warps=WARPS)
+    assert report.spills <= spills
+    # Two blocks' worth of shared memory and more: one block a multiprocessor, and all of them at once.
+    assert report.shared <= SHARED_LIMIT
+    assert re.search(r"ld\.global[^;]*\.v4", report.ptx)
+    assert "ld.relaxed.gpu.global.v4.b32" in report.ptx
