@@ -85,7 +85,7 @@ def test_logits_keys_and_choice_on_the_gpu(changes: dict, held: int):
     with torch.device("cuda"):
         model, wide = TransformerLM(config).bfloat16(), TransformerLM(config)
         wide.load_state_dict(model.state_dict())
-        caches = [KVCache(config, 1, dtype) for dtype in (torch.bfloat16, torch.bfloat16, torch.float32)]
+        caches = [KVCache(config, 1, dtype, "cuda") for dtype in (torch.bfloat16, torch.bfloat16, torch.float32)]
         caches[0].keys.normal_(), caches[0].values.normal_()
         for cache in caches[1:]:
             cache.keys.copy_(caches[0].keys), cache.values.copy_(caches[0].values)
