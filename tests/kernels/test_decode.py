@@ -39,6 +39,7 @@ def test_models_that_fit():
                if one_kernel.fits(size(name).resolve(), 1024, 132)]  # fmt: skip
     assert fitting == ["stories-17m", "gpt2-124m"]
     assert one_kernel.fits(SMALL.resolve(), 700, 132)
+    assert not one_kernel.fits(size("gpt2-124m").resolve(), 4096, 132)  # 11 pieces of 128 keys a head
     model = TransformerLM(size("tiny").resolve())
     assert not one_kernel.takes(model, KVCache(model.config).keys)
 

@@ -57,9 +57,10 @@ def takes(model: nn.Module, keys: Float[Tensor, "layers batch n_kv_heads n_keys 
     known = c.norm == "pre" and c.ffn == "swiglu" and not c.qk_norm and not c.attention_softcap
     if not (bf16 and known and keys.shape[1] == 1 and c.kernels in ("auto", "triton")):
         return False
-    return fits(c, keys.shape[3], n_multiprocessors(keys.device)) and not flash_hopper.device_obstacle(
-        keys.device.index or 0
-    )
+    if not all(p.is_contiguous() and p.data_ptr() % 16 == 0 for p in model.parameters()):
+        return False
+    programs = n_multiprocessors(keys.device)
+    return fits(c, keys.shape[3], programs) and not flash_hopper.device_obstacle(keys.device.index or 0)
 
 
 def fits(config: Any, length: int, programs: int) -> bool:
@@ -67,6 +68,8 @@ def fits(config: Any, length: int, programs: int) -> bool:
     s = sizes(config, length, programs)
     tile = s["DC"] * COLUMNS
     small = max(s["QKV_R"], 2 * s["F_R"]) * tile <= MOST and s["D_R"] * s["FC"] * COLUMNS <= MOST
+    # The kernel's loop over several pieces of the keys has not run on a GPU: one a program.
+    small = small and s["SPLITS"] * KEYS >= length
     even = s["HEAD"] in (32, 64, 128) and s["HEADS"] * s["HEAD"] == s["D"] and s["HP"] * s["HEAD"] == tile
     return small and even and s["F"] % 8 == 0 and s["HEADS"] <= programs and min(s["D"], s["F"], s["V"]) >= programs
 
