@@ -60,6 +60,25 @@ def test_loss_and_gradients_over_several_chunks(monkeypatch, n_valid, z_loss: fl
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize(("columns", "width", "rows"), [(128256, 64, 128), (50304, 48, 80), (20000, 32, 64)])
+def test_a_piece_of_the_opening_is_read_before_dw_comes_over_it(columns: int, width: int, rows: int):
+    d_weight = torch.empty(columns, width)
+    pieces, parts = chunks.places_of_pieces(d_weight, rows, torch.bfloat16)
+
+    def span(t: torch.Tensor) -> range:
+        return range(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size())
+
+    def apart(a: range, b: range) -> bool:
+        return a.stop <= b.start or b.stop <= a.start
+
+    assert sum(piece.shape[1] for piece in pieces) == columns
+    for i, piece in enumerate(pieces):
+        assert piece.shape == (rows, len(range(columns)[parts[i]]))
+        assert all(apart(span(piece), span(d_weight[part])) for part in parts[: i + 1])
+        assert all(apart(span(piece), span(other)) for other in pieces[:i])
+        assert i == len(pieces) - 1 or span(piece).stop <= span(d_weight).stop
+
+
 def test_chunks_are_larger_where_the_weight_is_float32():
     """GPT-2 350M's step: 4 instead of 13 passes over dW; a weight in bf16 keeps to what its own gradient leaves."""
     assert chunks.chunk_rows(16384, 50304, 1024, 2, 4) == 4096

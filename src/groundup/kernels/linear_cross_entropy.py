@@ -186,25 +186,34 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
         total.addmm_(a.T.to(total.dtype), b.to(total.dtype), beta=beta)
 
 
+def places_of_pieces(
+    d_weight: Float[Tensor, "columns width"], rows: int, dtype: torch.dtype
+) -> tuple[list[Tensor], list[slice]]:
+    """Where the logits of `opening` lie, (rows, columns of the piece) each, and their columns.
+
+    A piece lies where the rows of dW after its own will be, so when those are written it is used up already; only the
+    last piece needs memory of its own.
+    """
+    columns, width = len(d_weight), piece_columns(len(d_weight))
+    apart = d_weight.shape[1] * d_weight.element_size() // dtype.itemsize
+    room = d_weight.view(dtype).flatten()
+    parts = [slice(first, first + width) for first in range(0, columns, width)]
+    pieces = [room[part.stop * apart :][: rows * width].view(rows, width) for part in parts[:-1]]
+    pieces.append(room.new_empty(rows, columns - parts[-1].start))
+    return pieces, parts
+
+
 def opening(
     x: Float[Tensor, "rows width"], head: Float[Tensor, "columns width"], targets: Int[Tensor, "rows"],
     losses: Float[Tensor, "rows"], d_x: Float[Tensor, "rows width"] | None, d_weight: Float[Tensor, "columns width"],
     n_valid: Tensor, z_loss: float, softcap: float, vocab: int,
 ) -> None:  # fmt: skip
-    """The first chunk, several times as long as the others, in the memory where dW will be.
-
-    Its logits are made in pieces of columns. A piece lies where the rows of dW after its own will be, so when those are
-    written it is used up already; only the last piece needs memory of its own.
-    """
-    rows, columns, width = len(x), len(head), piece_columns(len(head))
-    apart = d_weight.element_size() // x.element_size() * d_weight.shape[1]
-    room = d_weight.view(x.dtype).flatten()
-    parts = [slice(first, first + width) for first in range(0, columns, width)]
-    pieces = [room[part.stop * apart :][: rows * width].view(rows, width) for part in parts[:-1]]
-    pieces.append(x.new_empty(rows, columns - parts[-1].start))
+    """The first chunk, several times as long as the others, in the memory where dW will be."""
+    rows, columns = len(x), len(head)
+    pieces, parts = places_of_pieces(d_weight, rows, x.dtype)
     for piece, part in zip(pieces, parts, strict=True):
         torch.mm(x, head[part].T, out=piece)
-    described = pieces[-1], columns, apart
+    described = pieces[-1], columns, d_weight.shape[1] * d_weight.element_size() // x.element_size()
     rows_in_place(pieces[0], targets, losses, n_valid, z_loss, softcap, True, vocab, described)
     wide = None if d_x is None else d_weight.new_empty(rows, x.shape[1])
     for i, (piece, part) in enumerate(zip(pieces, parts, strict=True)):
