@@ -34,6 +34,7 @@ def sizes(config: Any, length: int, programs: int) -> dict[str, Any]:
     qkv, rows, hidden = (-(-n // programs) for n in ((heads + 2 * config.n_kv_heads) * head, d, f))
     qkv += qkv % 2  # whole pairs
     splits = max(1, min(programs // heads, -(-length // KEYS)))
+    words = (heads + 2 * config.n_kv_heads) * head + splits * heads * (head + 4) + 2 * d + f
     return {
         "LAYERS": config.n_layers, "D": d, "F": f, "V": config.vocab_size, "HEADS": heads,
         "KV_HEADS": config.n_kv_heads, "HEAD": head, "PROGRAMS": programs, "SPLITS": splits, "C": KEYS,
@@ -41,13 +42,8 @@ def sizes(config: Any, length: int, programs: int) -> dict[str, Any]:
         "QKV_R": max(2 * WARPS, power(qkv)), "QKV_N": qkv, "D_R": max(WARPS, power(rows)), "D_N": rows,
         "F_R": max(WARPS, power(hidden)), "F_N": hidden, "V_R": max(WARPS, min(32, MOST // (d_pieces * COLUMNS))),
         "LINES": power(-(-d // 64)), "ROPE": config.position == "rope", "SOFTCAP": config.logit_softcap > 0,
+        "STRIDE": words,
     }  # fmt: skip
-
-
-def n_words(c: dict[str, Any]) -> int:
-    """Words of 32 bits that the programs exchange in a step."""
-    rows = (c["HEADS"] + 2 * c["KV_HEADS"]) * c["HEAD"] + c["SPLITS"] * c["HEADS"] * (c["HEAD"] + 4)
-    return c["LAYERS"] * (rows + 2 * c["D"] + c["F"])
 
 
 def takes(model: nn.Module, keys: Float[Tensor, "layers batch n_kv_heads n_keys d_head"]) -> bool:
@@ -94,7 +90,7 @@ class DecodeKernel:
         self.config, self.cache, self.state, device = model.config, (keys, values), state, keys.device
         self.limit = model.config.vocab_size if limit is None else limit
         self.sizes = sizes(model.config, keys.shape[3], n_multiprocessors(device))
-        self.words = torch.zeros(n_words(self.sizes), dtype=torch.int32, device=device)
+        self.words = torch.zeros(self.sizes["LAYERS"] * self.sizes["STRIDE"], dtype=torch.int32, device=device)
         self.choices = torch.zeros(1 + 3 * self.sizes["PROGRAMS"], dtype=torch.long, device=device)
         self.choices[0] = 1  # the number of the first step; 0 is in all words
         self.logits = torch.empty(1, model.config.vocab_size, device=device)
@@ -121,12 +117,5 @@ class DecodeKernel:
 def weights_of(block: Any) -> tuple[Tensor, ...]:
     """A layer's, in the order of the kernel's TABLE."""
     attn, ffn = block.attn, block.ffn
-    linears = attn.q_proj, attn.k_proj, attn.v_proj, attn.output_proj
-    return (
-        block.ln1.weight,
-        *(linear.weight for linear in linears),
-        block.ln2.weight,
-        ffn.w1.weight,
-        ffn.w3.weight,
-        ffn.w2.weight,
-    )
+    parts = block.ln1, attn.q_proj, attn.k_proj, attn.v_proj, attn.output_proj, block.ln2, ffn.w1, ffn.w3, ffn.w2
+    return tuple(part.weight for part in parts)

@@ -16,23 +16,24 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from groundup.kernels import decode
 from groundup.kernels.decode_words import SINGLE, VECTOR, WARPS, collect, operands, publish, waiting, waiting_parts
 from groundup.kernels.linear_hopper import SIGMOID
 
-COLUMNS = gl.constexpr(256)
+COLUMNS = gl.constexpr(decode.COLUMNS)
 """Columns of a matrix that a warp reads in one row at once, 16 bytes a thread."""
-TILE = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 1, 32], [8, 1, 1], [2, 1, 0]))
+TILE = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 1, 32], [decode.WARPS, 1, 1], [2, 1, 0]))
 """Of weights, (rows, pieces, COLUMNS)."""
 ROWS_OF_TILE = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, TILE.value)))
 PIECES = gl.constexpr(gl.SliceLayout(0, TILE.value))
 """(pieces, COLUMNS): what multiplies a tile."""
 SUMS = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(1, TILE.value)))
 """(rows,): the product."""
-LINES_OF_ROWS = gl.constexpr(gl.BlockedLayout([1, 1], [2, 16], [8, 1], [1, 0]))
+LINES_OF_ROWS = gl.constexpr(gl.BlockedLayout([1, 1], [2, 16], [decode.WARPS, 1], [1, 0]))
 ROWS_OF_LINES = gl.constexpr(gl.SliceLayout(1, LINES_OF_ROWS.value))
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-CUBE = gl.constexpr(gl.BlockedLayout([8, 1], [1, 32], [1, 8], [0, 1]))
+CUBE = gl.constexpr(gl.BlockedLayout([decode.WARPS, 1], [1, 32], [1, decode.WARPS], [0, 1]))
 NONE = gl.constexpr(2147483647)
 NAN = gl.constexpr(0x7FF8000000000000)
 """A float64 that is no number."""
@@ -329,11 +330,11 @@ def decode_kernel(
     DC: gl.constexpr, FC: gl.constexpr, HP: gl.constexpr, SP: gl.constexpr, PP: gl.constexpr,
     QKV_R: gl.constexpr, QKV_N: gl.constexpr, D_R: gl.constexpr, D_N: gl.constexpr, F_R: gl.constexpr,
     F_N: gl.constexpr, V_R: gl.constexpr, LINES: gl.constexpr, ROPE: gl.constexpr,
-    SOFTCAP: gl.constexpr,
+    SOFTCAP: gl.constexpr, STRIDE: gl.constexpr,
 ):  # fmt: skip
     """TABLE (LAYERS, 9): addresses of a layer's gain, q, k, v, output, gain, w1, w3, w2; then the last norm's gain.
 
-    WORDS: STRIDE for each layer, what the programs exchange. CHOICES: the number of the step, then each program's best
+    WORDS: STRIDE for each layer: what the programs exchange. CHOICES: the number of the step, then each program's best
     logit, its id, and 1 where a logit was not finite. STATE: see DecodeKernel. X_N rows of a matrix belong to a
     program, in a tile of X_R.
     """
@@ -344,7 +345,7 @@ def decode_kernel(
     MIDDLE_AT: gl.constexpr = PARTS_AT + SPLITS * HEADS * (HEAD + 4)
     HIDDEN_AT: gl.constexpr = MIDDLE_AT + D
     AFTER_AT: gl.constexpr = HIDDEN_AT + F
-    STRIDE: gl.constexpr = AFTER_AT + D
+    gl.static_assert(AFTER_AT + D == STRIDE)
     KV: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 256 // HEAD, HEAD // 8], [WARPS, 1, 1], [2, 1, 0])
 
     pid = gl.program_id(0)

@@ -10,10 +10,12 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-WARPS = gl.constexpr(8)
-VECTOR = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))
+from groundup.kernels import decode
+
+WARPS = gl.constexpr(decode.WARPS)
+VECTOR = gl.constexpr(gl.BlockedLayout([4], [32], [decode.WARPS], [0]))
 """Of activations: 16 bytes a thread."""
-SINGLE = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
+SINGLE = gl.constexpr(gl.BlockedLayout([1], [32], [decode.WARPS], [0]))
 
 
 @triton.constexpr_function

@@ -141,7 +141,7 @@ def rows_in_place(
     last, columns, apart = pieces or (logits, logits.shape[1], 0)
     block = min(LOSS_BLOCK, max(16, 1 << (columns - 1).bit_length()))
     launch(logits, loss_kernel, len(targets),
-        logits, last, targets, losses, n_valid, z_loss, softcap, apart, piece_columns(columns) if pieces else block,
+        logits, last, targets, losses, n_valid, z_loss, softcap, apart, logits.shape[1] if pieces else block,
         columns, vocab, BLOCK=block, PIECES=pieces is not None, PADDED=vocab < columns, SOFTCAP=softcap > 0,
         GRADS=grads, DIVIDE=divides_early(logits.dtype), num_warps=min(LOSS_WARPS, max(1, block // 256)),
     )  # fmt: skip
@@ -195,8 +195,8 @@ def places_of_pieces(
     last piece needs memory of its own.
     """
     columns, width = len(d_weight), piece_columns(len(d_weight))
-    apart = d_weight.shape[1] * d_weight.element_size() // dtype.itemsize
-    room = d_weight.view(dtype).flatten()
+    room = d_weight.view(dtype)
+    apart, room = room.shape[1], room.flatten()
     parts = [slice(first, first + width) for first in range(0, columns, width)]
     pieces = [room[part.stop * apart :][: rows * width].view(rows, width) for part in parts[:-1]]
     pieces.append(room.new_empty(rows, columns - parts[-1].start))
@@ -209,11 +209,11 @@ def opening(
     n_valid: Tensor, z_loss: float, softcap: float, vocab: int,
 ) -> None:  # fmt: skip
     """The first chunk, several times as long as the others, in the memory where dW will be."""
-    rows, columns = len(x), len(head)
+    rows = len(x)
     pieces, parts = places_of_pieces(d_weight, rows, x.dtype)
     for piece, part in zip(pieces, parts, strict=True):
         torch.mm(x, head[part].T, out=piece)
-    described = pieces[-1], columns, d_weight.shape[1] * d_weight.element_size() // x.element_size()
+    described = pieces[-1], len(head), d_weight.view(x.dtype).shape[1]
     rows_in_place(pieces[0], targets, losses, n_valid, z_loss, softcap, True, vocab, described)
     wide = None if d_x is None else d_weight.new_empty(rows, x.shape[1])
     for i, (piece, part) in enumerate(zip(pieces, parts, strict=True)):
