@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from groundup import Tokenizer
 from groundup.cli import main
@@ -102,10 +103,21 @@ def test_generate_continues_the_prompt_and_repeats_itself(here: Path, capsys: py
     assert "past the context of 16 tokens" in capsys.readouterr().err
 
 
-def test_generate_in_bf16(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_generate_in_bf16(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    import groundup.generate
+
+    plain, seen = groundup.generate.generate_text, []
+
+    def watched(model, *args, **settings):
+        seen.append({weight.dtype for weight in model.parameters()})
+        return plain(model, *args, **settings)
+
+    monkeypatch.setattr(groundup.generate, "generate_text", watched)
     line = ["generate", "run", "--prompt", "Once upon", "--max-tokens", "8", "--temperature", "0"]
     assert main([*line, "--dtype", "bf16"]) == 0
     assert capsys.readouterr().out.startswith("Once upon")
+    assert main(line) == 0
+    assert seen == [{torch.bfloat16}, {torch.float32}]
     assert main([*line, "--dtype", "fp64"]) == 2
 
 
